@@ -1,0 +1,1 @@
+"""Decoder-only transformers in Flax, and their Hugging Face import and export. Knows nothing of RL."""

@@ -1,0 +1,1 @@
+"""Meshes, logical-axis rules and resharding. Knows nothing of models."""

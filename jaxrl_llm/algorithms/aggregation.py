@@ -1,0 +1,83 @@
+"""From a loss per token to one number: `loss = sum(weights * token_loss)`.
+
+The weights are computed once from the mask of the whole mini-batch. Micro-batches, devices and hosts then
+only add: neither the loss nor its gradient depends on how the mini-batch is cut, packed or padded.
+
+With n_s valid tokens in sequence s, and N tokens and S sequences in all, where a sequence without valid tokens
+does not count:
+
+    token-mean               1 / N                every token counts the same (DAPO, arXiv:2503.14476)
+    token-sum                1
+    seq-mean-token-sum       1 / S                log-probability of the whole sequence, as in REINFORCE
+    seq-mean-token-mean      1 / (S n_s)          every sequence counts the same (GRPO, arXiv:2402.03300)
+    seq-mean-token-sum-norm  1 / (S length_norm)  no bias by length (Dr. GRPO, arXiv:2503.20783)
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms import segments
+from jaxrl_llm.algorithms.registry import unknown_name
+from jaxrl_llm.types import UserError
+
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+def token_weights(
+    mode: str,
+    mask: jax.Array,
+    sequence_ids: jax.Array,
+    num_sequences: int,
+    *,
+    length_norm: float | None = None,
+) -> jax.Array:
+    """Weight of every token in the loss of one mini-batch.
+
+    Args:
+        mode: one of AGGREGATIONS.
+        mask: bool or number [...], the tokens that have a loss, over the whole mini-batch. Several
+            mini-batches at once, [A, M, B, T], go through `jax.vmap` over A.
+        sequence_ids: int32 [...]; num_sequences at padding. A sequence that is not in this mini-batch does
+            not count.
+        num_sequences: static, how many sequences the ids speak of; more than are present is no matter.
+        length_norm: in tokens, read by seq-mean-token-sum-norm only: a constant, such as the longest response
+            that sampling allows.
+
+    Returns:
+        float32 [...] (float64 under x64), 0 outside the mask; all 0 if no token is valid.
+
+    Raises:
+        UserError: unknown mode, or seq-mean-token-sum-norm without length_norm.
+    """
+    if mode not in AGGREGATIONS:
+        raise unknown_name("loss aggregation", mode, AGGREGATIONS)
+    dtype = jnp.result_type(float)
+    lengths_S = segments.sequence_lengths(mask, sequence_ids, num_sequences)
+    num_tokens = jnp.maximum(lengths_S.sum(), 1).astype(dtype)
+    num_present = jnp.maximum((lengths_S > 0).sum(), 1).astype(dtype)
+    match mode:
+        case "token-mean":
+            weight = 1 / num_tokens
+        case "token-sum":
+            weight = jnp.ones((), dtype)
+        case "seq-mean-token-sum":
+            weight = 1 / num_present
+        case "seq-mean-token-mean":
+            weight = 1 / (num_present * jnp.maximum(lengths_S, 1).astype(dtype))
+        case _:
+            if length_norm is None:
+                raise UserError(
+                    "loss aggregation seq-mean-token-sum-norm divides by length_norm: expected a number of "
+                    "tokens, got None. Give it, for example the longest response that sampling allows."
+                )
+            weight = 1 / (num_present * length_norm)
+    weight_S = jnp.broadcast_to(weight, (num_sequences,))
+    return jnp.where(mask.astype(bool), segments.to_tokens(weight_S, sequence_ids), 0)

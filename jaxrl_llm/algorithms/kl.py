@@ -1,0 +1,85 @@
+"""Estimators of KL(policy || reference) from the tokens that the policy sampled.
+
+With d = logprob - reference_logprob of the sampled token (J. Schulman, "Approximating KL Divergence", 2020):
+
+    k1   d                     unbiased; its gradient along the sampled path is 0 in expectation
+    abs  |d|
+    k2   d^2 / 2               biased; the expectation of its gradient is the gradient of the KL divergence
+    k3   exp(-d) - 1 + d       unbiased, never negative; the gradient is that of KL(reference || policy): what
+                               GRPO (arXiv:2402.03300, equation 4) uses
+    k1+  value of k1, gradient of k2
+    k3+  value of k3, gradient of k2
+
+k3 clamps -d to +-20 and its value to 10, so that one token far from the reference cannot overflow; where a
+clamp holds, the gradient is 0. `low_var_kl` is another name for k3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms import segments
+from jaxrl_llm.algorithms.registry import resolve
+
+_MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
+
+
+def kl_penalty(
+    logprobs: jax.Array, reference_logprobs: jax.Array, estimator: str, *, mask: jax.Array | None = None
+) -> jax.Array:
+    """Estimate of the KL divergence at each token.
+
+    Args:
+        logprobs: float [...], of the policy.
+        reference_logprobs: float [...], same shape.
+        estimator: a name in KL_ESTIMATORS, or `path/to/file.py:function` for a function of d.
+        mask: bool or number [...]; outside it the result and its gradient are 0, even at NaN or infinity.
+
+    Returns:
+        float32 [...] (float64 for float64), differentiable in `logprobs`.
+
+    Raises:
+        UserError: there is no such estimator.
+    """
+    difference = segments.as_float(logprobs) - segments.as_float(reference_logprobs)
+    if mask is not None:
+        difference = jnp.where(mask.astype(bool), difference, 0)
+    return resolve(KL_ESTIMATORS, estimator, "KL estimator")(difference)
+
+
+def k1(difference: jax.Array) -> jax.Array:
+    return difference
+
+
+def k2(difference: jax.Array) -> jax.Array:
+    return difference**2 / 2
+
+
+def k3(difference: jax.Array) -> jax.Array:
+    log_ratio = jnp.clip(-difference, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return jnp.minimum(jnp.expm1(log_ratio) - log_ratio, _MAX_K3)
+
+
+def with_gradient_of_k2(estimator: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """The estimator's value with the gradient of k2 (straight-through)."""
+
+    def straight_through(difference: jax.Array) -> jax.Array:
+        carrier = k2(difference)
+        return carrier - jax.lax.stop_gradient(carrier) + jax.lax.stop_gradient(estimator(difference))
+
+    return straight_through
+
+
+KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "k1": k1,
+    "abs": jnp.abs,
+    "k2": k2,
+    "k3": k3,
+    "low_var_kl": k3,
+    "k1+": with_gradient_of_k2(k1),
+    "k3+": with_gradient_of_k2(k3),
+}

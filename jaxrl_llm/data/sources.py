@@ -1,0 +1,126 @@
+"""Rows from where they lie: JSON lines, Parquet, a saved Hugging Face dataset, or generated arithmetic."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jaxrl_llm.data import arithmetic
+from jaxrl_llm.types import UserError
+
+Row = dict[str, Any]
+
+
+def read(paths: Sequence[str]) -> list[Row]:
+    """The rows of all `paths`, one after the other, as plain dicts, lists and scalars (missing values None).
+
+    A path is a `.jsonl` or `.json` file with one object a line, a `.parquet` file, a folder written by
+    `Dataset.save_to_disk` of Hugging Face datasets, or an `arithmetic:...` spec (see arithmetic.py).
+
+    Raises:
+        UserError: a path that does not exist, cannot be read, or holds no rows.
+    """
+    if not paths:
+        raise UserError("no data files were given: expected one path or more")
+    return [row for path in paths for row in _read_one(path)]
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+    """Pairs (line number from 1, object) of a file with one JSON object a line; blank lines are skipped.
+
+    Raises:
+        UserError: a line that is not UTF-8, not JSON or not an object, with its number and an excerpt.
+    """
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            place = f"{path}, line {number}"
+            try:
+                line = raw.decode("utf-8-sig").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{place}: byte {error.start + 1} is not UTF-8 text ({error.reason})"
+                ) from None
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                excerpt = line[max(0, error.pos - 30) : error.pos + 30]
+                raise UserError(
+                    f"{place}, column {error.pos + 1}: broken JSON ({error.msg}) near {excerpt!r}; "
+                    "every line must be one whole JSON object"
+                ) from None
+            if not isinstance(row, dict):
+                raise UserError(
+                    f'{place}: expected a JSON object like {{"prompt": ...}}, got {type(row).__name__} '
+                    f"{line[:60]!r}; write one object a line"
+                )
+            yield number, row
+
+
+def _read_one(path: str) -> list[Row]:
+    if path.startswith(arithmetic.PREFIX):
+        return arithmetic.generate(path)
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise UserError(f"data file {file} does not exist; {_neighbours(file)}")
+    if file.is_dir():
+        rows = _saved_dataset(file)
+    elif file.suffix in (".jsonl", ".json"):
+        rows = [row for _, row in json_lines(file)]
+    elif file.suffix == ".parquet":
+        rows = _parquet(file)
+    else:
+        raise UserError(
+            f"data file {file} has the unknown extension {file.suffix!r}; expected .jsonl, .json (one object a "
+            "line), .parquet, or a folder written by Dataset.save_to_disk"
+        )
+    if not rows:
+        raise UserError(f"data file {file} holds no rows")
+    return rows
+
+
+def _parquet(file: Path) -> list[Row]:
+    try:
+        return pq.read_table(file).to_pylist()
+    except pa.ArrowException as error:
+        raise UserError(f"data file {file} cannot be read as Parquet: {error}") from error
+
+
+def _saved_dataset(folder: Path) -> list[Row]:
+    if (folder / "dataset_dict.json").exists():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        raise UserError(
+            f"{folder} holds several splits ({', '.join(splits)}); give one of them, for example {folder / splits[0]}"
+        )
+    if not (folder / "dataset_info.json").exists() or not (folder / "state.json").exists():
+        names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
+        raise UserError(
+            f"folder {folder} was not written by Dataset.save_to_disk (dataset_info.json and state.json expected, "
+            f"found {names}); to read files in it, name them one by one"
+        )
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"reading the dataset folder {folder} needs Hugging Face datasets: pip install 'jaxrl-llm[datasets]'"
+        ) from error
+    return datasets.Dataset.load_from_disk(str(folder)).to_list()
+
+
+def _neighbours(file: Path) -> str:
+    """What the user may have meant by a path that does not exist."""
+    folder = file.parent
+    if not folder.is_dir():
+        return f"nor does its folder {folder}"
+    names = sorted(entry.name for entry in folder.iterdir())
+    near = difflib.get_close_matches(file.name, names, n=1)
+    if near:
+        return f"did you mean {folder / near[0]}?"
+    return f"folder {folder} holds {', '.join(names[:10]) or 'nothing'}"

@@ -1,0 +1,28 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.models.config import DecoderConfig
+from jaxrl_llm.models.families import llama
+
+tensors = llama.tensors
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """Hugging Face Qwen2Config."""
+    return llama.config(hf).replace(qkv_bias=True, output_bias=False, windows=windows(hf))
+
+
+def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Per layer: the sliding window, where `layer_types` says so, or from layer `max_window_layers` on."""
+    layers, window = hf["num_hidden_layers"], hf.get("sliding_window")
+    if not hf.get("use_sliding_window", False) or window is None:
+        return (None,) * layers
+    kinds = hf.get("layer_types") or [
+        "sliding_attention" if i >= hf.get("max_window_layers", 28) else "full_attention"
+        for i in range(layers)
+    ]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
