@@ -1,0 +1,1 @@
+"""Recipes. base.py holds every key with its default and meaning."""

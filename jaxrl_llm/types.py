@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import numpy as np
+
+if TYPE_CHECKING:  # reward workers read this file and start faster without jax
+    import jax
 
 
 class UserError(Exception):

@@ -214,6 +214,7 @@ class Model(NamedTuple):
     """A decoder taken apart: its structure, and the shapes and dimension names of its parameters."""
 
     config: DecoderConfig
+    dtype: Any  # of computation
     graph: nnx.GraphDef
     state: Any  # abstract nnx.State, the frame that `bind` fills
     abstract: Any  # pytree of ShapeDtypeStruct, float32
@@ -236,7 +237,7 @@ def build(config: DecoderConfig, *, dtype: Any = jnp.float32, remat: str = "none
     dims = jax.tree.map(
         lambda p: p.get_metadata()["logical_dims"], state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
-    return Model(config, graph, state, nnx.to_pure_dict(state), nnx.to_pure_dict(dims))
+    return Model(config, jnp.dtype(dtype), graph, state, nnx.to_pure_dict(state), nnx.to_pure_dict(dims))
 
 
 def _with_values(state: Any, values: Any) -> Any:

@@ -3,9 +3,9 @@
     python scripts/prepare_gsm8k.py train.jsonl test.jsonl --out data/gsm8k
 
 Each input line is `{"question": ..., "answer": "... #### 72"}` (https://github.com/openai/grade-school-math).
-Each row of the output has `prompt` (a message list, or text with --style plain), `answer` (the final number, as
-text), `data_source` ("openai/gsm8k"), `extra_info` (index, split and the full reference answer) and, with --sft,
-`response` (the reference solution without its calculator marks).
+Each row of the output has `prompt` (a message list, or text with --style plain), `answer` (the final number,
+as text), `data_source` ("openai/gsm8k"), `extra_info` (index, split and the full reference answer) and, with
+--sft, `response` (the reference solution without its calculator marks).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def convert(path: Path, *, style: str, instruction: str, sft: bool) -> list[dict
         final = FINAL_NUMBER.search(line["answer"])
         if final is None:
             raise UserError(
-                f"{path}, line {number}: the answer must end in '#### NUMBER', got ...{line['answer'][-60:]!r}"
+                f"{path}, line {number}: the answer must end in '#### NUMBER', got {line['answer'][-60:]!r}"
             )
         row: dict[str, Any] = {
             "prompt": _prompt(line["question"], style, instruction),

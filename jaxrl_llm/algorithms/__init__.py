@@ -5,7 +5,6 @@
     advantages.py      how much better a sample was than expected
     policy_losses.py   the policy's loss per token
     kl.py              estimators of the divergence from the reference policy
-    registry.py        a name from one of the registries, or a user's own function from a file
 
 Token arrays come in any shape, [T], [B, T] or [A, M, B, T], with integer `sequence_ids` of the same shape
 that index arrays of S sequences; padding carries the id S. Sums, ratios and advantages are float32 whatever

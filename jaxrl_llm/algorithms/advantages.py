@@ -3,7 +3,7 @@
 An advantage function is `fn(rewards_S, group_ids_S, valid_S, num_groups, **constants) -> advantages_S`:
 
     rewards_S    float [S], one reward a sequence; anything, also NaN, where not valid
-    group_ids_S  int32 [S], index of the sequence's prompt, in 0 .. num_groups - 1
+    group_ids_S  int32 [S], index of the sequence's prompt, in 0 .. num_groups - 1; num_groups at padding
     valid_S      bool [S], False for a sequence without a reward: it gets advantage 0 and does not touch the
                  baseline of the others
     num_groups   static
@@ -73,34 +73,30 @@ def whiten(
         float32 [...] (float64 for float64), 0 outside the mask. Equal values, or one alone, become exactly 0.
     """
     mask = mask.astype(bool)
-    everything = jnp.zeros(values.shape, jnp.int32)
-    centred = _centred(values, mask, everything, 1)
-    variance = (centred**2).sum() / jnp.maximum(mask.sum() - ddof, 1)
-    shifted = centred if shift_mean else jnp.where(mask, segments.as_float(values), 0)
-    return shifted * jax.lax.rsqrt(variance + epsilon)
-
-
-def _centred(values: jax.Array, mask: jax.Array, ids: jax.Array, num_segments: int) -> jax.Array:
-    """`values` less the mean of their segment, 0 outside the mask.
-
-    The segment's maximum is taken off first, so that equal values are exactly 0 before they are averaged: the
-    mean of three float32 0.7 is off by 6e-8, which division by a standard deviation of 0 + 1e-6 makes 0.06.
-    """
     values = segments.as_float(values)
-    highest = jax.ops.segment_max(jnp.where(mask, values, -jnp.inf).ravel(), ids.ravel(), num_segments)
-    below = jnp.where(mask, values, 0) - jnp.where(mask, segments.to_tokens(highest, ids), 0)
-    mean = segments.to_tokens(segments.sequence_mean(below, mask, ids, num_segments), ids)
-    return jnp.where(mask, below - mean, 0)
+    count = mask.sum()
+    highest = jnp.max(values, where=mask, initial=-jnp.inf)  # as in _baselined
+    below = jnp.where(mask, values - highest, 0)
+    centred = jnp.where(mask, below - below.sum() / jnp.maximum(count, 1), 0)
+    variance = (centred**2).sum() / jnp.maximum(count - ddof, 1)
+    shifted = centred if shift_mean else jnp.where(mask, values, 0)
+    return shifted * jax.lax.rsqrt(variance + epsilon)
 
 
 def _baselined(
     rewards_S: jax.Array, group_ids_S: jax.Array, valid_S: jax.Array, num_groups: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Reward less its group's mean, the reward itself where it is alone in its group and 0 where not valid; and
-    the number of valid samples in the group. Both [S] and floating-point."""
-    valid_S = valid_S.astype(bool)
+    """Reward less its group's mean, the reward itself where it is alone in its group and 0 where not valid;
+    and the number of valid samples in the group. Both [S] and floating-point.
+
+    The group's highest reward is taken off first, so that equal rewards are exactly 0 before they are
+    averaged: the mean of three float32 0.7 is off by 6e-8, which division by a std of 0 + 1e-6 makes 0.06.
+    """
+    valid_S = segments.valid_tokens(valid_S, group_ids_S, num_groups)
     rewards_S = segments.as_float(rewards_S)
+    highest_G = jax.ops.segment_max(jnp.where(valid_S, rewards_S, -jnp.inf), group_ids_S, num_groups)
+    below_S = jnp.where(valid_S, rewards_S - segments.to_tokens(highest_G, group_ids_S), 0)
+    mean_G = segments.sequence_mean(below_S, valid_S, group_ids_S, num_groups)
     count_S = segments.to_tokens(segments.sequence_lengths(valid_S, group_ids_S, num_groups), group_ids_S)
-    centred_S = _centred(rewards_S, valid_S, group_ids_S, num_groups)
-    advantages_S = jnp.where(valid_S & (count_S == 1), rewards_S, centred_S)
-    return advantages_S, count_S.astype(rewards_S.dtype)
+    baselined_S = jnp.where(count_S == 1, rewards_S, below_S - segments.to_tokens(mean_G, group_ids_S))
+    return jnp.where(valid_S, baselined_S, 0), count_S.astype(rewards_S.dtype)

@@ -3,8 +3,8 @@
 The weights are computed once from the mask of the whole mini-batch. Micro-batches, devices and hosts then
 only add: neither the loss nor its gradient depends on how the mini-batch is cut, packed or padded.
 
-With n_s valid tokens in sequence s, and N tokens and S sequences in all, where a sequence without valid tokens
-does not count:
+With n_s valid tokens in sequence s, and N tokens and S sequences in all, where a sequence without valid
+tokens does not count:
 
     token-mean               1 / N                every token counts the same (DAPO, arXiv:2503.14476)
     token-sum                1
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import segments
-from jaxrl_llm.algorithms.registry import unknown_name
+from jaxrl_llm.plugins import unknown_name
 from jaxrl_llm.types import UserError
 
 AGGREGATIONS = (

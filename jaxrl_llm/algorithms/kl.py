@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import segments
-from jaxrl_llm.algorithms.registry import resolve
+from jaxrl_llm.plugins import resolve
 
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
@@ -55,6 +55,11 @@ def k1(difference: jax.Array) -> jax.Array:
     return difference
 
 
+def absolute(difference: jax.Array) -> jax.Array:
+    # The gradient of jnp.abs at 0 is 1: equal policies would be pushed apart.
+    return difference * jnp.sign(difference)
+
+
 def k2(difference: jax.Array) -> jax.Array:
     return difference**2 / 2
 
@@ -76,7 +81,7 @@ def with_gradient_of_k2(estimator: Callable[[jax.Array], jax.Array]) -> Callable
 
 KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "k1": k1,
-    "abs": jnp.abs,
+    "abs": absolute,
     "k2": k2,
     "k3": k3,
     "low_var_kl": k3,

@@ -69,9 +69,9 @@ def vanilla(
     return PolicyLoss(
         token_loss=jnp.where(negative, jnp.minimum(surrogate, bound), surrogate),
         metrics={
-            "actor/ppo_kl": _mean_parts(-log_ratio, valid),
-            "actor/pg_clipfrac": _mean_parts(clipped > unclipped, valid),
-            "actor/pg_clipfrac_lower": _mean_parts(negative & (surrogate > bound), valid),
+            "actor/ppo_kl": _mean_parts(-log_ratio, valid, ratio.dtype),
+            "actor/pg_clipfrac": _mean_parts(clipped > unclipped, valid, ratio.dtype),
+            "actor/pg_clipfrac_lower": _mean_parts(negative & (surrogate > bound), valid, ratio.dtype),
         },
     )
 
@@ -85,8 +85,8 @@ def sft(
     sequence_ids: jax.Array,
     num_sequences: int,
 ) -> PolicyLoss:
-    """Negative log-likelihood of demonstrations, loss = -logprob. `old_logprobs` and `advantages` are not read
-    and may be None."""
+    """Negative log-likelihood of demonstrations, loss = -logprob. `old_logprobs` and `advantages` are not
+    read and may be None."""
     valid = segments.valid_tokens(mask, sequence_ids, num_sequences)
     return PolicyLoss(token_loss=jnp.where(valid, -segments.as_float(logprobs), 0), metrics={})
 
@@ -94,6 +94,5 @@ def sft(
 POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {"vanilla": vanilla, "sft": sft}
 
 
-def _mean_parts(values: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    values = segments.as_float(values)
-    return jnp.where(valid, values, 0).sum(), valid.sum().astype(values.dtype)
+def _mean_parts(values: jax.Array, valid: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    return jnp.where(valid, values, 0).sum(dtype=dtype), valid.sum().astype(dtype)

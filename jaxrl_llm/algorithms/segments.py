@@ -25,9 +25,10 @@ def valid_tokens(mask: jax.Array, sequence_ids: jax.Array, num_sequences: int) -
 def sequence_lengths(mask: jax.Array, sequence_ids: jax.Array, num_sequences: int) -> jax.Array:
     """int32 [S]: number of tokens of each sequence that are in `mask`. Integers count exactly beyond the 2^24
     where float32 stops."""
-    return jax.ops.segment_sum(
-        mask.astype(bool).astype(jnp.int32).ravel(), sequence_ids.ravel(), num_sequences
-    )
+    # uint32, for XLA on CPU (jax 0.10.2) makes one buffer of int32 zeros to add to and int32 ids that are
+    # constant zeros, under vmap and jit: it then adds to the ids and counts 1.
+    ones = mask.astype(bool).astype(jnp.uint32)
+    return jax.ops.segment_sum(ones.ravel(), sequence_ids.ravel(), num_sequences).astype(jnp.int32)
 
 
 def sequence_sum(

@@ -69,8 +69,8 @@ def generate(spec: str) -> list[dict[str, Any]]:
     rows = list(islice(_rows(wanted), wanted.count))
     if len(rows) < wanted.count:
         raise UserError(
-            f"{spec}: count={wanted.count} problems were asked for, but only {len(rows)} distinct ones exist in "
-            f"split={wanted.split}; lower count, or widen min, max, op or terms"
+            f"{spec}: count={wanted.count} problems were asked for, but only {len(rows)} distinct ones "
+            f"exist in split={wanted.split}; lower count, or widen min, max, op or terms"
         )
     return rows
 

@@ -62,10 +62,11 @@ def render(
 
     Args:
         row_prompt: a string, or a list of messages `{"role": ..., "content": ...}`.
-        system_prompt: goes in front, unless the messages begin with a system message of their own.
+        system_prompt: goes in front, unless the messages begin with a system message of their own; None or
+            "" for none.
         template_kwargs: variables for the chat template, for example `{"enable_thinking": False}`.
-        prompt_style: "auto" sends messages through the chat template and takes a string as it is; "chat" makes
-            a string one user message first; "plain" never uses the template.
+        prompt_style: "auto" sends messages through the chat template and takes a string as it is; "chat"
+            makes a string one user message first; "plain" never uses the template.
         place: where the row comes from, for errors.
 
     Returns:
@@ -93,7 +94,7 @@ def render(
     if isinstance(row_prompt, str):
         row_prompt = [{"role": "user", "content": row_prompt}]
     messages = _messages(row_prompt, place)
-    if system_prompt is not None and messages[0]["role"] != "system":
+    if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if prompt_style == "plain" or not tokenizer.chat_template:
         return _plain(tokenizer, _transcript(messages), place)
@@ -106,6 +107,7 @@ def render(
         raise UserError(
             f"{place}: the chat template refused messages with the roles {roles}: {error}"
         ) from error
+    assert isinstance(text, str)  # tokenize=False
     return text, _encode(tokenizer, text, place)
 
 
@@ -116,13 +118,9 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, text: Any, *, place: str
         UserError: if `text` is not a string.
     """
     if not isinstance(text, str):
-        raise UserError(
-            f"{place}: the response must be a string, got {type(text).__name__} {str(text)[:60]!r}"
-        )
-    ids = _encode(tokenizer, text, place)
-    if len(ids) and ids[-1] == tokenizer.eos_token_id:
-        return ids
-    return np.append(ids, np.int32(tokenizer.eos_token_id))
+        raise UserError(f"{place}: the response must be a string, got {type(text).__name__} {text!r:.60}")
+    ids, eos = _encode(tokenizer, text, place), np.asarray([tokenizer.eos_token_id], np.int32)
+    return ids if np.array_equal(ids[-1:], eos) else np.concatenate([ids, eos])
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
@@ -163,14 +161,15 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     """Checked copies of a row's messages, without the empty fields that Parquet adds."""
     if not isinstance(value, list | tuple) or not value:
         raise UserError(
-            f"{place}: a prompt must be a string or a list of messages, got {type(value).__name__} {str(value)[:60]!r}"
+            f"{place}: a prompt must be a string or a list of messages, got {type(value).__name__} "
+            f"{value!r:.60}"
         )
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping):
             raise UserError(
-                f"{place}: message {number} must be an object with role and content, got {type(message).__name__} "
-                f"{str(message)[:60]!r}"
+                f"{place}: message {number} must be an object with role and content, got "
+                f"{type(message).__name__} {message!r:.60}"
             )
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
@@ -182,8 +181,8 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
         messages.append({name: item for name, item in message.items() if item is not None})
     if messages[-1]["role"] == "assistant":
         raise UserError(
-            f"{place}: the last message is the assistant's, so the prompt would hold its own answer; a prompt must "
-            "end with a user's or a tool's message"
+            f"{place}: the last message is the assistant's, so the prompt would hold its own answer; a "
+            "prompt must end with a user's or a tool's message"
         )
     return messages
 
@@ -201,8 +200,12 @@ def _transcript(messages: list[dict[str, Any]]) -> str:
 def _plain(tokenizer: PreTrainedTokenizerBase, text: str, place: str) -> tuple[str, np.ndarray]:
     """Text outside any template: BOS as the tokenizer would put it, unless the text already spells it."""
     ids, bos = _encode(tokenizer, text, place), tokenizer.bos_token
-    if bos and not text.startswith(bos) and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
-        # The id goes in front of the ids: behind a spelled-out BOS some tokenizers cut the first word otherwise.
+    if (
+        isinstance(bos, str)
+        and not text.startswith(bos)
+        and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+    ):
+        # Not by encoding BOS + text: behind a spelled-out BOS some tokenizers cut the first word otherwise.
         return bos + text, np.concatenate([np.asarray([tokenizer.bos_token_id], np.int32), ids])
     return text, ids
 

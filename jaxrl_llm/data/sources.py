@@ -26,9 +26,15 @@ def read(paths: Sequence[str]) -> list[Row]:
     Raises:
         UserError: a path that does not exist, cannot be read, or holds no rows.
     """
+    return [row for _, rows in read_each(paths) for row in rows]
+
+
+def read_each(paths: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+    """Pairs (path, its rows); see `read`."""
     if not paths:
         raise UserError("no data files were given: expected one path or more")
-    return [row for path in paths for row in _read_one(path)]
+    for path in paths:
+        yield path, _read_one(path)
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
@@ -78,8 +84,8 @@ def _read_one(path: str) -> list[Row]:
         rows = _parquet(file)
     else:
         raise UserError(
-            f"data file {file} has the unknown extension {file.suffix!r}; expected .jsonl, .json (one object a "
-            "line), .parquet, or a folder written by Dataset.save_to_disk"
+            f"data file {file} has the unknown extension {file.suffix!r}; expected .jsonl, .json (one "
+            "object a line), .parquet, or a folder written by Dataset.save_to_disk"
         )
     if not rows:
         raise UserError(f"data file {file} holds no rows")
@@ -97,20 +103,24 @@ def _saved_dataset(folder: Path) -> list[Row]:
     if (folder / "dataset_dict.json").exists():
         splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
         raise UserError(
-            f"{folder} holds several splits ({', '.join(splits)}); give one of them, for example {folder / splits[0]}"
+            f"{folder} holds several splits ({', '.join(splits)}); give one of them, for example "
+            f"{folder / splits[0]}"
         )
     if not (folder / "dataset_info.json").exists() or not (folder / "state.json").exists():
         names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
         raise UserError(
-            f"folder {folder} was not written by Dataset.save_to_disk (dataset_info.json and state.json expected, "
-            f"found {names}); to read files in it, name them one by one"
+            f"folder {folder} was not written by Dataset.save_to_disk (dataset_info.json and state.json "
+            f"expected, found {names}); to read files in it, name them one by one"
         )
     try:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"reading the dataset folder {folder} needs Hugging Face datasets: pip install 'jaxrl-llm[datasets]'"
+            f"reading the dataset folder {folder} needs Hugging Face datasets: "
+            "pip install 'jaxrl-llm[datasets]'"
         ) from error
+    if not json.loads((folder / "state.json").read_text())["_data_files"]:
+        return []  # written by an empty dataset; load_from_disk fails on it
     return datasets.Dataset.load_from_disk(str(folder)).to_list()
 
 

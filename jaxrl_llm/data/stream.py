@@ -1,4 +1,4 @@
-"""From datasets to batches of prompts: rows tokenized once, then an endless order that resumes from one integer."""
+"""From datasets to batches: rows tokenized once, then an endless order that resumes from one integer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Prompts:
     records: Sequence[Prompt]
     counts: Mapping[str, int]  # rows = kept + too_long + empty
     longest: int  # tokens of the longest prompt, those too long included
+    longest_response: int  # tokens of the longest demonstration, likewise; 0 without
     max_prompt_length: int
+    max_response_length: int | None
 
     def __len__(self) -> int:
         return len(self.records)
@@ -49,11 +51,16 @@ class Prompts:
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """One line for the log: rows read, kept and dropped, and the longest prompt against its limit."""
-        return (
+        """One line for the log: rows read, kept and dropped, and the longest against the limits."""
+        line = (
             f"{self.counts['rows']} rows, {self.counts['kept']} kept, {self.counts['too_long']} too long, "
-            f"{self.counts['empty']} empty; longest prompt {self.longest} tokens, limit {self.max_prompt_length}"
+            f"{self.counts['empty']} empty; longest prompt {self.longest} tokens, "
+            f"limit {self.max_prompt_length}"
         )
+        if not self.longest_response:
+            return line
+        limit = "no limit" if self.max_response_length is None else f"limit {self.max_response_length}"
+        return f"{line}; longest response {self.longest_response} tokens, {limit}"
 
 
 def load_prompts(
@@ -78,43 +85,44 @@ def load_prompts(
     Args:
         max_prompt_length: tokens, counted after the chat template.
         max_response_length: tokens of a demonstration, EOS included; None for no limit.
-        prompt_key: column of the prompt, a string or a message list. A dotted name reaches into nested columns.
-        answer_key: column of the ground truth, which may be nested ("reward_model.ground_truth"); None for none.
-        response_key: column of the demonstration, for supervised fine-tuning; None for none.
+        prompt_key: column of the prompt, a string or a message list.
+        answer_key: column of the ground truth; None or "" for none. Like prompt_key and response_key it
+            may reach into nested columns: "reward_model.ground_truth".
+        response_key: column of the demonstration, for supervised fine-tuning; None or "" for none.
         source_key: column with the dataset's name; rows without it get `default_source`, or the file's stem.
         overlong: "drop" leaves out rows over a limit and counts them, "error" refuses them.
-        limit: use only the first `limit` rows of all paths together.
+        limit: use only the first `limit` rows of all paths together; None or 0 for all.
 
     All other columns go to `extra_info`; a column `extra_info` that is an object is merged into it.
 
     Raises:
-        UserError: unreadable data, a column that is missing, a row that is too long with overlong="error", or no
-            row left.
+        UserError: unreadable data, a missing column, a row too long with overlong="error", or no row left.
     """
     if overlong not in OVERLONG:
         raise UserError(f"overlong must be one of {', '.join(OVERLONG)}, got {overlong!r}")
     chat.check_template_kwargs(tokenizer, template_kwargs or {})
-    counts = {"rows": 0, "kept": 0, "too_long": 0, "empty": 0}
-    records: list[Prompt] = []
-    lengths: list[int] = []
-    for index, (place, stem, row) in enumerate(islice(_rows(paths), limit)):
+    counts, records = {"rows": 0, "kept": 0, "too_long": 0, "empty": 0}, []
+    longest = longest_response = 0
+    for index, (place, stem, row) in enumerate(islice(_rows(paths), limit or None)):
         counts["rows"] += 1
         content = _column(row, prompt_key, place, "data.prompt_key")
-        answer = None if answer_key is None else _answer(row, answer_key, place)
-        response = None if response_key is None else _column(row, response_key, place, "data.response_key")
-        if _blank(content) or (response_key is not None and _blank(response)):
+        answer = _answer(row, answer_key, place) if answer_key else None
+        response = _column(row, response_key, place, "data.response_key") if response_key else None
+        if _blank(content) or (response_key and _blank(response)):
             counts["empty"] += 1
             continue
         text, ids = chat.render(
             tokenizer, content, system_prompt, template_kwargs, prompt_style=prompt_style, place=place
         )
-        response_ids = (
-            None if response_key is None else chat.encode_response(tokenizer, response, place=place)
-        )
-        lengths.append(len(ids))
+        longest, response_ids = max(longest, len(ids)), None
+        if response_key:
+            response_ids = chat.encode_response(tokenizer, response, place=place)
+            longest_response = max(longest_response, len(response_ids))
         excess = _excess(ids, response_ids, max_prompt_length, max_response_length)
         if excess and overlong == "error":
-            raise UserError(f"{place}: {excess}; or set data.overlong to 'drop' to leave such rows out")
+            raise UserError(
+                f"{place}: {excess}; raise that limit, or leave such rows out: data.overlong='drop'"
+            )
         if excess or not len(ids):
             counts["too_long" if excess else "empty"] += 1
             continue
@@ -131,12 +139,9 @@ def load_prompts(
             )
         )
     counts["kept"] = len(records)
-    prompts = Prompts(records, counts, max(lengths, default=0), max_prompt_length)
+    prompts = Prompts(records, counts, longest, longest_response, max_prompt_length, max_response_length)
     if not records:
-        raise UserError(
-            f"no row of {', '.join(paths)} is left: {prompts.describe()}; if rows are too long, raise "
-            "data.max_prompt_length" + ("" if max_response_length is None else " or data.max_response_length")
-        )
+        raise _nothing_left(paths, prompts)
     return prompts
 
 
@@ -163,8 +168,8 @@ class PromptStream:
             raise UserError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
         if remainder == "drop" and len(prompts) < batch_size:
             raise UserError(
-                f"the data hold {len(prompts)} rows, fewer than one batch of {batch_size}, and remainder='drop' "
-                "would leave them all out; lower the batch size or set the remainder to 'carry'"
+                f"the data hold {len(prompts)} rows, fewer than one batch of {batch_size}, and "
+                "remainder='drop' would leave them all out; lower the batch size or set remainder='carry'"
             )
         self.prompts = prompts
         self.batch_size = batch_size
@@ -180,7 +185,7 @@ class PromptStream:
         self._position = 0
         order = grain.MapDataset.range(len(prompts))
         if shuffle:
-            # grain shuffles epoch e with seed + e: without mixing, seed 1 would repeat seed 0 one epoch early.
+            # grain shuffles epoch e with seed + e: unmixed, seed 1 would be seed 0 one epoch further on.
             order = order.shuffle(int(np.random.SeedSequence(seed).generate_state(1)[0]))
         self._order = order.repeat()
 
@@ -230,14 +235,15 @@ class PromptStream:
         ]
         if differences:
             raise UserError(
-                f"the saved position belongs to another data stream: {'; '.join(differences)} (data is a hash of "
-                "all prompts); restore the old data settings, or start a new run"
+                f"the saved position belongs to another data stream: {'; '.join(differences)} "
+                "(data is a hash of all prompts); restore the old data settings, or start a new run"
             )
         self._position = state["position"]
 
     def _at(self, position: int) -> Prompt:
         epoch, offset = divmod(position, self.rows_per_epoch)
         row = self._order[epoch * len(self.prompts) + offset]
+        assert row is not None  # grain's type allows filtered elements; nothing filters here
         return replace(self.prompts[row], uid=position)
 
 
@@ -249,10 +255,10 @@ def evaluation_batches(prompts: Prompts, size: int) -> Iterator[list[Prompt]]:
 
 def _rows(paths: Sequence[str]) -> Iterator[tuple[str, str, sources.Row]]:
     """Triples (place for errors, name of the source, row)."""
-    for path in paths:
+    for path, rows in sources.read_each(paths):
         generated = path.startswith(arithmetic.PREFIX)
         stem = arithmetic.PREFIX.rstrip(":") if generated else Path(path).stem
-        for number, row in enumerate(sources.read([path]), start=1):
+        for number, row in enumerate(rows, start=1):
             yield f"{path}, row {number}", stem, row
 
 
@@ -277,6 +283,13 @@ def _answer(row: sources.Row, key: str, place: str) -> Any:
     return answer
 
 
+def _nothing_left(paths: Sequence[str], prompts: Prompts) -> UserError:
+    keys = "data.max_prompt_length" + (" or data.max_response_length" if prompts.longest_response else "")
+    return UserError(
+        f"no row of {', '.join(paths)} is left: {prompts.describe()}; if rows are too long, raise {keys}"
+    )
+
+
 def _blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip()) or value == []
 
@@ -287,13 +300,9 @@ def _excess(
     """Which limit a row breaks, in words; empty if none."""
     if len(ids) > max_prompt_length:
         return f"the prompt has {len(ids)} tokens, over data.max_prompt_length={max_prompt_length}"
-    if (
-        response_ids is not None
-        and max_response_length is not None
-        and len(response_ids) > max_response_length
-    ):
-        return f"the response has {len(response_ids)} tokens, over data.max_response_length={max_response_length}"
-    return ""
+    if response_ids is None or max_response_length is None or len(response_ids) <= max_response_length:
+        return ""
+    return f"the response has {len(response_ids)} tokens, over data.max_response_length={max_response_length}"
 
 
 def _extra_info(row: sources.Row, used: Sequence[str | None]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-# A minus (not that of "10-3") and a dollar sign may come first; a full stop after it is no part of the number.
+# A minus (not that of "10-3") and a dollar sign may come first; a full stop at the end is no part of it.
 _NUMBER = (
     r"(?:(?<![\w)])-)?\$?(?:(?<=\$)-)?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"

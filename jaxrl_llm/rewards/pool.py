@@ -164,10 +164,11 @@ class RewardPool:
     def _futures(self, payloads: Mapping[int, bytes]) -> dict[int, Future]:
         """A future for each payload, done unless the pool was lost."""
         futures: dict[int, Future] = {}
-        for index, payload in payloads.items():
-            if not self._pool.active:
-                break
-            futures[index] = self._pool.schedule(worker.score, args=(payload,), timeout=self._timeout_s)
+        try:
+            for index, payload in payloads.items():
+                futures[index] = self._pool.schedule(worker.score, args=(payload,), timeout=self._timeout_s)
+        except RuntimeError:  # how pebble says that the pool is lost
+            return futures
         # A pool that is lost leaves jobs that it had not yet sent to a worker waiting for ever.
         while wait(futures.values(), timeout=1.0).not_done and self._pool.active:
             pass

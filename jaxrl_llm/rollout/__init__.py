@@ -1,0 +1,1 @@
+"""Engines that generate, behind one protocol (engine.py)."""

@@ -1,0 +1,358 @@
+"""The door: from a validated config to the parts of a run. Commands come through here; below, nothing sees a config."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import controller, optimizer
+from jaxrl_llm.algorithms.advantages import ADVANTAGES
+from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import Config
+from jaxrl_llm.data import chat, demonstrations
+from jaxrl_llm.data.packing import PackSpec, default_row_lengths
+from jaxrl_llm.data.stream import Prompts, PromptStream, load_prompts
+from jaxrl_llm.evaluation import evaluate
+from jaxrl_llm.learner import Learner, Objective, param_shardings
+from jaxrl_llm.metrics import Writer
+from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.decoder import Model, build
+from jaxrl_llm.plugins import resolve
+from jaxrl_llm.pools import LocalPool
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rollout.engine import Sampling
+from jaxrl_llm.rollout.jax_engine import JaxEngine
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.reshard import Reshard
+from jaxrl_llm.sharding.rules import INFERENCE, tree_shardings
+from jaxrl_llm.types import Scored, UserError
+
+
+class Source(NamedTuple):
+    """Where the model comes from."""
+
+    folder: Path | None  # Hugging Face folder with the weights; None: random weights
+    hf: Mapping[str, Any]  # its config.json
+    generation: Mapping[str, Any]  # its generation_config.json
+    tokenizer_folder: Path
+    eos_ids: tuple[int, ...]
+    tokenizer: Any
+
+
+def model_source(c: Config) -> Source:
+    """Finds the model's files and its tokenizer; reads no weights."""
+    folder = huggingface.find(c.model.path) if c.model.path else None
+    hf = huggingface.read_config(folder) if folder else c.model.hf_config.to_dict()
+    tokenizer_folder = huggingface.find(c.model.tokenizer) if c.model.tokenizer else folder
+    assert tokenizer_folder is not None  # validate() asks for one of them
+    tokenizer = chat.load_tokenizer(str(tokenizer_folder))
+    generation = huggingface.generation_config(folder, hf)
+    ids = dict.fromkeys((*huggingface.eos_ids(generation, hf), tokenizer.eos_token_id))
+    if len(tokenizer) > hf.get("vocab_size", 0):
+        raise UserError(
+            f"the tokenizer in {tokenizer_folder} has {len(tokenizer)} tokens, the model's vocabulary only "
+            f"{hf.get('vocab_size')}: they do not belong together"
+        )
+    return Source(folder, hf, generation, tokenizer_folder, tuple(ids), tokenizer)
+
+
+def decoder(c: Config, source: Source, dtype: str, *, remat: str = "none") -> Model:
+    """The model's structure, computing in `dtype`."""
+    config = huggingface.decoder_config(source.hf, vocab_pad_multiple=c.model.vocab_pad_multiple)
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    if longest > config.max_position:
+        raise UserError(
+            f"config.data.max_prompt_length + config.data.max_response_length = {longest} is longer than the "
+            f"{config.max_position} tokens that the model was made for (max_position_embeddings)"
+        )
+    return build(config, dtype=dtype, remat=remat)
+
+
+def initial_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
+    """float32 parameters in the training layout: the folder's, or random ones by config.seed."""
+    shardings = param_shardings(model, mesh)
+    if source.folder is not None:
+        return huggingface.load(source.folder, model, shardings)
+    return jax.jit(model.init, out_shardings=shardings)(jax.random.key(c.seed))
+
+
+def mesh_of(c: Config) -> Mesh:
+    """The mesh over all devices, checked against the batch."""
+    mesh = make_mesh(c.mesh.to_dict())
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if c.learner.micro_batch_rows % parts:
+        raise UserError(
+            f"config.learner.micro_batch_rows={c.learner.micro_batch_rows} is not a multiple of the {parts} devices of the "
+            f"mesh axes data={mesh.shape['data']} and fsdp={mesh.shape['fsdp']}"
+        )
+    return mesh
+
+
+def prompts(c: Config, tokenizer: Any, paths: tuple[str, ...], *, sft: bool, limit: int = 0) -> Prompts:
+    """The rows of some data files, tokenized."""
+    d = c.data
+    return load_prompts(
+        paths,
+        tokenizer,
+        max_prompt_length=d.max_prompt_length,
+        max_response_length=d.max_response_length,
+        prompt_key=d.prompt_key,
+        answer_key=None if sft else d.answer_key or None,
+        response_key=d.response_key if sft else None,
+        source_key=d.source_key,
+        system_prompt=d.system_prompt or None,
+        prompt_style=d.prompt_style,
+        template_kwargs=d.template_kwargs.to_dict(),
+        overlong=d.overlong,
+        limit=limit or None,
+    )
+
+
+def objective(c: Config) -> Objective:
+    """What the learner minimises."""
+    a, sft = c.algorithm, c.task == "sft"
+    constants = {k: v for k, v in a.items() if k not in ("loss", "advantage")}
+    loss = resolve(POLICY_LOSSES, "sft" if sft else a.loss, "config.algorithm.loss")
+    advantage = None if sft else resolve(ADVANTAGES, a.advantage, "config.algorithm.advantage")
+    return Objective(
+        loss=_bind(loss, constants),
+        advantage=advantage and _bind(advantage, constants),
+        aggregation=a.aggregation,
+        length_norm=float(a.length_norm or c.data.max_response_length),
+        temperature=1.0 if sft else c.rollout.temperature,
+        kl_coef=0.0 if sft else a.kl_loss_coef,
+        kl_estimator=a.kl_estimator,
+        entropy_coef=0.0 if sft else a.entropy_coef,
+    )
+
+
+def _bind(function: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[..., Any]:
+    """Gives a function those of config.algorithm's constants that it names."""
+    names = inspect.signature(function).parameters
+    return partial(function, **{k: v for k, v in constants.items() if k in names})
+
+
+def learner(c: Config, source: Source, mesh: Mesh, total_updates: int) -> Learner:
+    """Policy, optimizer and reference."""
+    o = c.optimizer
+    rate = optimizer.schedule(
+        o.schedule,
+        learning_rate=o.learning_rate,
+        warmup_steps=o.warmup_steps,
+        total_updates=total_updates,
+        final_fraction=o.final_fraction,
+    )
+    transform: optax.GradientTransformation = optimizer.adamw(
+        rate,
+        beta1=o.beta1,
+        beta2=o.beta2,
+        epsilon=o.epsilon,
+        weight_decay=o.weight_decay,
+        max_grad_norm=o.max_grad_norm,
+    )
+    model = decoder(c, source, c.model.dtype, remat=c.model.remat)
+    return Learner(
+        model,
+        mesh,
+        initial_params(c, source, model, mesh),
+        transform,
+        objective(c),
+        learning_rate=rate,
+        epochs=c.learner.epochs,
+        logits_chunk=c.model.logits_chunk,
+    )
+
+
+def engine(c: Config, source: Source, mesh: Mesh) -> JaxEngine:
+    """The inference engine, still without weights."""
+    return JaxEngine(
+        decoder(c, source, c.rollout.dtype),
+        mesh,
+        eos_ids=source.eos_ids,
+        decode_text=partial(source.tokenizer.decode, skip_special_tokens=True),
+        max_prompt_length=c.data.max_prompt_length,
+        max_response_length=c.data.max_response_length,
+        slots=c.rollout.slots,
+        prefill_batch=c.rollout.prefill_batch,
+        steps_per_dispatch=c.rollout.steps_per_dispatch,
+    )
+
+
+def reward_pool(c: Config) -> RewardPool:
+    """The reward workers, started."""
+    return RewardPool(
+        c.reward.functions,
+        weights=c.reward.weights.to_dict(),
+        kwargs=c.reward.kwargs.to_dict(),
+        workers=c.reward.workers,
+        timeout_s=c.reward.timeout_s,
+    )
+
+
+def local_pool(c: Config, source: Source, mesh: Mesh, rewards: RewardPool, total_updates: int) -> LocalPool:
+    """Learner and engine on one mesh of this process."""
+    policy = learner(c, source, mesh, total_updates)
+    inference = engine(c, source, mesh)
+    model = decoder(c, source, c.rollout.dtype)
+    shardings = tree_shardings(model.abstract, model.dims, INFERENCE, mesh)
+    return LocalPool(policy, inference, Reshard(policy.state.params, shardings, model.dtype), rewards)
+
+
+def pack_spec(c: Config, pad_id: int) -> PackSpec:
+    """The static shape of the batches."""
+    n = 1 if c.task == "sft" else c.rollout.n
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    return PackSpec(
+        mini_batches=c.data.train_batch_size // c.learner.mini_batch_size,
+        sequences=c.data.train_batch_size * n,
+        rows=c.learner.micro_batch_rows,
+        row_lengths=tuple(sorted(c.learner.row_lengths)) or default_row_lengths(longest),
+        packing=c.learner.packing,
+        pad_id=pad_id,
+    )
+
+
+def sampling(c: Config) -> Sampling:
+    """How training samples."""
+    r = c.rollout
+    return Sampling(r.n, r.temperature, r.top_k, r.top_p, r.min_p, c.data.max_response_length, r.stop, c.seed)
+
+
+def eval_sampling(c: Config) -> Sampling:
+    """How evaluation samples; its noise is the same every time and has nothing to do with training's."""
+    e = c.eval
+    return Sampling(
+        e.n, e.temperature, e.top_k, e.top_p, 0.0, c.data.max_response_length, c.rollout.stop, c.seed + 1
+    )
+
+
+class Assembled(NamedTuple):
+    """A run that is ready to start."""
+
+    run: controller.Run
+    pool: LocalPool
+    checkpoints: Checkpoints
+    writer: Writer
+    run_dir: Path
+
+
+def assemble(c: Config, console: Console) -> Assembled:
+    """Builds everything in the order in which users' mistakes cost least: files and data first, then reward functions,
+    then devices and weights."""
+    configs.validate(c)
+    sft, run_dir = c.task == "sft", Path(c.run_dir)
+    source = model_source(c)
+    decoder(c, source, c.model.dtype)
+    stream = PromptStream(
+        prompts(c, source.tokenizer, c.data.train, sft=sft),
+        batch_size=c.data.train_batch_size,
+        seed=c.seed,
+        shuffle=c.data.shuffle,
+        remainder=c.data.remainder,
+    )
+    total_steps = c.total_steps or stream.steps(c.total_epochs)
+    held_out = prompts(c, source.tokenizer, c.data.val, sft=False, limit=c.data.val_limit) if c.data.val else None
+    console.print(f"training data: {stream.prompts.describe()}; {stream.describe()}", highlight=False)
+    if held_out:
+        console.print(f"evaluation data: {held_out.describe()}", highlight=False)
+    rewards = reward_pool(c)
+    mesh = mesh_of(c)
+    minis = c.data.train_batch_size // c.learner.mini_batch_size
+    pool = local_pool(c, source, mesh, rewards, total_steps * minis * c.learner.epochs)
+    _save_config(c, run_dir)
+    k = c.checkpoint
+    checkpoints = Checkpoints(run_dir, keep_last=k.keep_last, keep_best=k.keep_best, best_metric=k.best_metric)
+    start = _resume(c, checkpoints, pool, stream, console)
+    writer = Writer(
+        run_dir,
+        first_step=start,
+        total_steps=total_steps,
+        tensorboard=c.log.tensorboard,
+        console=console,
+        task=c.task,
+    )
+
+    def measure(step: int) -> tuple[dict[str, float], list[Scored]]:
+        assert held_out is not None
+        if sft:
+            pool.sync_weights(step)
+        return evaluate(
+            held_out,
+            eval_sampling(c),
+            generate=pool.generate,
+            score=pool.score,
+            batch_size=c.data.train_batch_size,
+        )
+
+    run = controller.Run(
+        stream=stream,
+        rollouts=demonstrations.rollouts if sft else partial(pool.generate, sampling=sampling(c)),
+        score=demonstrations.ungraded if sft else pool.score,
+        sync=(lambda step: None) if sft else pool.sync_weights,
+        evaluate=measure if held_out else None,
+        pool=pool,
+        pack_spec=pack_spec(c, source.tokenizer.pad_token_id),
+        checkpoints=checkpoints,
+        writer=writer,
+        total_steps=total_steps,
+        start_step=start,
+        eval_before=c.eval.before_training and c.eval.every > 0,
+        eval_every=c.eval.every,
+        save_every=c.checkpoint.every,
+        samples_every=0 if sft else c.log.samples_every,
+        samples=c.log.samples,
+        saved_config=c.to_dict(),
+    )
+    return Assembled(run, pool, checkpoints, writer, run_dir)
+
+
+def _save_config(c: Config, run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.json").write_text(configs.to_json(c))
+    except OSError as error:
+        raise UserError(f"config.run_dir={c.run_dir!r} cannot be written: {error}") from error
+
+
+def _resume(
+    c: Config, checkpoints: Checkpoints, pool: LocalPool, stream: PromptStream, console: Console
+) -> int:
+    """Goes on from the newest checkpoint, if there is one; returns how many steps are done."""
+    step = checkpoints.latest()
+    if step is None:
+        return 0
+    if c.checkpoint.resume == "never":
+        raise UserError(
+            f"{checkpoints.folder} has checkpoints up to step {step} and config.checkpoint.resume is 'never'; choose another "
+            "config.run_dir or set config.checkpoint.resume='auto'"
+        )
+    state, rest = checkpoints.restore(step, pool.abstract_state())
+    pool.restore(state)
+    stream.set_state(rest["stream"])
+    console.print(f"resuming after step {step} from {checkpoints.folder / str(step)}", highlight=False)
+    return step
+
+
+def load_run(run_dir: Path) -> Config:
+    """The config that a run was started with."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise UserError(f"{run_dir} is not a run folder: it has no config.json")
+    return configs.load(str(path))
+
+
+def describe_devices(mesh: Mesh) -> str:
+    """One line: platform, number of devices, mesh."""
+    axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    return f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}, mesh {json.dumps(axes) if axes else 'of one device'}"

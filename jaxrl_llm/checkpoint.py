@@ -1,0 +1,83 @@
+"""Checkpoints: the whole state of a run, written by Orbax in the background and visible only when complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from jaxrl_llm.types import TrainState, UserError
+
+
+class Checkpoints:
+    """The checkpoints of one run, `run_dir/checkpoints/STEP`."""
+
+    def __init__(self, run_dir: Path, *, keep_last: int, keep_best: int, best_metric: str):
+        """Keeps the newest `keep_last`, and `keep_best` more by the highest `best_metric` ("" : the first val-core metric
+        given to `save`)."""
+        self.folder = run_dir.absolute() / "checkpoints"
+        self._best_metric = best_metric
+        policies: list[Any] = [ocp.checkpoint_managers.LatestN(keep_last)]
+        if keep_best:
+            policies.append(
+                ocp.checkpoint_managers.BestN(
+                    get_metric_fn=lambda metrics: metrics["best"], n=keep_best, keep_checkpoints_without_metrics=False
+                )
+            )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
+            save_decision_policy=None,
+            enable_async_checkpointing=True,
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest(self) -> int | None:
+        """The newest complete checkpoint's step."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, rest: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Starts writing; returns when the arrays have been copied. `rest`: JSON values (data position, config)."""
+        chosen = self._best_metric or next((k for k in metrics if k.startswith("val-core/")), None)
+        best = metrics.get(chosen) if chosen else None
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state._asdict()), rest=ocp.args.JsonSave(dict(rest))
+            ),
+            metrics=None if best is None else {"best": float(best)},
+            force=True,
+        )
+
+    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """State and the rest of a checkpoint; arrays come into the shardings of `abstract`."""
+        try:
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(abstract._asdict()), rest=ocp.args.JsonRestore()
+                ),
+            )
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            raise UserError(
+                f"checkpoint {self.folder / str(step)} does not fit this run's model and optimizer, or is damaged: {error}"
+            ) from error
+        return TrainState(**restored["state"]), restored["rest"]
+
+    def params(self, step: int, abstract_params: Any) -> Any:
+        """The parameters of a checkpoint alone."""
+        restored = ocp.PyTreeCheckpointer().restore(
+            self.folder / str(step) / "state",
+            args=ocp.args.PyTreeRestore(
+                item={"params": abstract_params},
+                restore_args={"params": ocp.checkpoint_utils.construct_restore_args(abstract_params)},
+                partial_restore=True,
+            ),
+        )
+        return restored["params"]
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()

@@ -1,0 +1,375 @@
+"""Reading, overriding, checking and saving configs. Below the commands, nothing sees a ConfigDict.
+
+Every key, with its default and meaning, stands in configs/base.py; a recipe is a Python file whose `get_config()` starts
+from it and changes a few. A key that base.py does not have, or a value of another type than its default, is an error
+that names the full key, whether it comes from a recipe, a saved JSON or the command line.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxrl_llm.types import UserError
+
+# Sections whose keys the user chooses; everything else is fixed by base.py.
+OPEN_SECTIONS = ("reward.weights", "reward.kwargs", "model.hf_config", "data.template_kwargs")
+
+
+class Config(ConfigDict):
+    """A ConfigDict that knows its own full name, takes numpy scalars and checks types without surprises."""
+
+    def __init__(self, values: dict[str, Any] | None = None):
+        object.__setattr__(self, "_section", "")
+        super().__init__()
+        for key, value in (values or {}).items():
+            self[key] = value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        full = f"{self._section}.{key}".lstrip(".")
+        if isinstance(value, dict):
+            value = Config(value)
+        if isinstance(value, Config):
+            _rename(value, full)
+        if self.is_locked and key not in self and not is_open(full):
+            raise UserError(_unknown(full, self._section, list(self)))
+        if key in self and not is_open(full):
+            value = _typed(full, self[key], value)
+        if is_open(full):
+            with self.unlocked(), self.ignore_type():
+                super().__setitem__(key, value)
+        else:
+            super().__setitem__(key, value)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
+def _rename(config: Config, section: str) -> None:
+    object.__setattr__(config, "_section", section)
+    for key, value in config.items():
+        if isinstance(value, Config):
+            _rename(value, f"{section}.{key}")
+
+
+def is_open(full: str) -> bool:
+    """Whether a full key lies in a section whose keys the user chooses."""
+    return any(full == name or full.startswith(name + ".") for name in OPEN_SECTIONS)
+
+
+def _typed(full: str, default: Any, value: Any) -> Any:
+    """The value in the type of the default, or a UserError."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(default, Config):
+        if isinstance(value, Config):
+            return value
+    elif isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(default, tuple) and isinstance(value, (tuple, list)):
+        return tuple(value)
+    elif type(value) is type(default):
+        return value
+    raise UserError(
+        f"config.{full} must be {_article(default)}, got {value!r} ({type(value).__name__}); default: {_show(default)}"
+    )
+
+
+def _article(default: Any) -> str:
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", tuple: "a list"}
+    return names.get(type(default), "a section with keys of its own")
+
+
+def _show(value: Any) -> str:
+    return f"a section with {', '.join(value)}" if isinstance(value, Config) else repr(value)
+
+
+def _unknown(full: str, section: str, siblings: Sequence[str]) -> str:
+    known = [name for name, _ in flatten(_base())]
+    sections = {name.rsplit(".", 1)[0] for name in known if "." in name}
+    text = f"config.{full} does not exist"
+    leaf = full.rsplit(".", 1)[-1]
+    near = (
+        [name for name in known if name.rsplit(".", 1)[-1] == leaf]
+        or [f"{section}.{s}".lstrip(".") for s in difflib.get_close_matches(leaf, siblings, n=1)]
+        or difflib.get_close_matches(full, [*known, *sections], n=1, cutoff=0.75)
+    )
+    if near:
+        text += f"; did you mean config.{near[0]}?"
+    where = f"config.{section}" if section else "config"
+    return f"{text} Keys of {where}: {', '.join(siblings)}"
+
+
+def _base() -> Config:
+    from jaxrl_llm.configs import base
+
+    return base.get_config()
+
+
+def flatten(config: Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(full key, value) pairs of a config; open sections, and what is in them, included."""
+    for key, value in config.items():
+        full = f"{prefix}{key}"
+        if isinstance(value, Config) and (len(value) or not is_open(full)):
+            yield from flatten(value, f"{full}.")
+        else:
+            yield full, value
+
+
+# ---- from the command line --------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
+    """`--config NAME` and `--config.a.b=value` arguments to a config; returns what is left of the arguments."""
+    source, overrides, rest = None, [], []
+    args = list(argv)
+    while args:
+        arg = args.pop(0)
+        name, eq, value = arg.partition("=")
+        if name == "--config" or name.startswith("--config."):
+            if not eq:
+                if not args:
+                    raise UserError(f"{name} needs a value: {name}=VALUE")
+                value = args.pop(0)
+            if name == "--config":
+                source = value
+            else:
+                overrides.append((name.removeprefix("--config."), value))
+        else:
+            rest.append(arg)
+    if source is None:
+        raise UserError(
+            "--config is missing: give a recipe file, the name of a built-in one or a saved config.json; built in: "
+            + ", ".join(built_in())
+        )
+    config = load(source)
+    for key, text in overrides:
+        override(config, key, text)
+    return config, rest
+
+
+def built_in() -> list[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(p.stem for p in _built_in_folder().glob("*.py") if p.stem not in ("__init__", "base"))
+
+
+def _built_in_folder() -> Path:
+    import jaxrl_llm.configs
+
+    return Path(jaxrl_llm.configs.__file__).parent
+
+
+def load(source: str) -> Config:
+    """A recipe file (`path.py` or `path.py:argument`), a built-in recipe by name, or a saved config.json."""
+    name, _, argument = source.partition(":")
+    path = Path(name)
+    if not path.is_file():
+        path = _built_in_folder() / f"{Path(name).stem if name.startswith('configs/') else name}.py"
+    if not path.is_file() or path.stem in ("__init__", "base"):
+        near = difflib.get_close_matches(Path(name).stem, built_in(), n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"config {source!r} is neither a file nor a built-in recipe ({', '.join(built_in())}){hint}")
+    if path.suffix == ".json":
+        return _from_json(path)
+    spec = importlib.util.spec_from_file_location(f"jaxrl_llm_recipe_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"config {source!r} is not a Python or JSON file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise UserError(f"{path} has no function get_config()")
+    config = module.get_config(argument) if argument else module.get_config()
+    if not isinstance(config, Config):
+        raise UserError(
+            f"get_config() of {path} must return the config of jaxrl_llm.configs.base, got {type(config).__name__}"
+        )
+    return config
+
+
+def _from_json(path: Path) -> Config:
+    try:
+        saved = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    config = _base()
+    _update(config, saved)
+    return config
+
+
+def _update(config: Config, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and key in config and isinstance(config[key], Config):
+            _update(config[key], value)
+        else:
+            config[key] = value
+
+
+def override(config: Config, full: str, text: str) -> None:
+    """Sets one key from a text, read by the type of its default."""
+    section, parts = config, full.split(".")
+    for i, part in enumerate(parts[:-1]):
+        here = ".".join(parts[: i + 1])
+        if part not in section and is_open(here):
+            section[part] = Config()
+        if part not in section or not isinstance(section[part], Config):
+            raise UserError(_unknown(full, ".".join(parts[:i]), list(section)))
+        section = section[part]
+    leaf = parts[-1]
+    if is_open(full):
+        section[leaf] = _literal(text)
+    elif leaf not in section:
+        raise UserError(_unknown(full, ".".join(parts[:-1]), list(section)))
+    else:
+        section[leaf] = _read(full, section[leaf], text)
+
+
+def _read(full: str, default: Any, text: str) -> Any:
+    if isinstance(default, str):
+        return text
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise UserError(f"config.{full} must be true or false, got {text!r}; default: {default}")
+        return text.lower() == "true"
+    if isinstance(default, tuple):
+        value = _literal(text)
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    value = _literal(text)
+    return _typed(full, default, value)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def to_json(config: Config) -> str:
+    """The whole config; `load` of a file with it gives the config back."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+# ---- cross-field checks -----------------------------------------------------------------------------------------
+
+
+def validate(config: Config) -> None:
+    """Every check that needs more than one key or a range. Raises UserError with all problems found; touches no device."""
+    problems = [text for wrong, text in _checks(config) if wrong]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _checks(c: Config) -> Iterator[tuple[bool, str]]:
+    yield from _choices(c)
+    yield from _ranges(c)
+    d, r, l, m = c.data, c.rollout, c.learner, c.model
+    yield bool(m.path) == bool(len(m.hf_config)), "give either config.model.path or config.model.hf_config"
+    yield bool(len(m.hf_config)) and not m.tokenizer, "config.model.hf_config needs config.model.tokenizer"
+    yield not d.train, "config.data.train is empty: name at least one file"
+    yield (
+        c.total_steps == 0 and c.total_epochs == 0,
+        "config.total_steps and config.total_epochs are both 0: nothing to train",
+    )
+    yield (
+        l.mini_batch_size > 0 and d.train_batch_size % l.mini_batch_size != 0,
+        f"config.data.train_batch_size={d.train_batch_size} is not a multiple of "
+        f"config.learner.mini_batch_size={l.mini_batch_size}",
+    )
+    rl = c.task == "rl"
+    sequences = l.mini_batch_size * (r.n if rl else 1)
+    yield (
+        l.micro_batch_rows > sequences,
+        f"config.learner.micro_batch_rows={l.micro_batch_rows} is more than the {sequences} sequences of a mini-batch "
+        f"(config.learner.mini_batch_size={l.mini_batch_size}{f' x config.rollout.n={r.n}' if rl else ''})",
+    )
+    total = d.max_prompt_length + d.max_response_length
+    yield (
+        bool(l.row_lengths) and max(l.row_lengths) < total,
+        f"config.learner.row_lengths={l.row_lengths} has no room for a sequence of {total} tokens "
+        "(config.data.max_prompt_length + config.data.max_response_length)",
+    )
+    if not rl:
+        return
+    yield (
+        c.algorithm.advantage in ("grpo", "rloo") and r.n < 2,
+        f"config.algorithm.advantage={c.algorithm.advantage!r} compares the samples of a prompt: config.rollout.n must "
+        f"be at least 2, got {r.n}",
+    )
+    yield (
+        r.temperature <= 0,
+        f"config.rollout.temperature={r.temperature} would be greedy: training needs a temperature above 0",
+    )
+    yield (
+        c.eval.every > 0 and not d.val,
+        f"config.eval.every={c.eval.every} but config.data.val is empty; set config.eval.every=0 to train without",
+    )
+
+
+def _choices(c: Config) -> Iterator[tuple[bool, str]]:
+    for key, valid in {
+        "task": ("rl", "sft"),
+        "model.dtype": ("float32", "bfloat16"),
+        "model.remat": ("none", "dots", "full"),
+        "rollout.engine": ("jax",),
+        "rollout.dtype": ("float32", "bfloat16"),
+        "data.prompt_style": ("auto", "chat", "plain"),
+        "data.overlong": ("drop", "error"),
+        "data.remainder": ("drop", "carry"),
+        "optimizer.schedule": ("constant", "cosine", "linear"),
+        "checkpoint.resume": ("auto", "never"),
+        "algorithm.aggregation": (
+            "token-mean",
+            "token-sum",
+            "seq-mean-token-sum",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum-norm",
+        ),
+        "algorithm.kl_estimator": ("k1", "abs", "k2", "k3", "k1+", "k3+"),
+    }.items():
+        value = dict(flatten(c))[key]
+        near = difflib.get_close_matches(value, valid, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        yield value not in valid, f"config.{key}={value!r} is not one of {', '.join(map(repr, valid))}{hint}"
+
+
+def _ranges(c: Config) -> Iterator[tuple[bool, str]]:
+    flat = dict(flatten(c))
+    positive = (
+        "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n rollout.slots "
+        "rollout.prefill_batch rollout.steps_per_dispatch reward.workers reward.timeout_s learner.mini_batch_size "
+        "learner.epochs learner.micro_batch_rows model.logits_chunk model.vocab_pad_multiple eval.n "
+        "optimizer.learning_rate checkpoint.keep_last algorithm.clip_ratio_low algorithm.clip_ratio_high"
+    )
+    for key in positive.split():
+        yield flat[key] <= 0, f"config.{key} must be more than 0, got {flat[key]}"
+    not_negative = (
+        "total_steps total_epochs data.val_limit rollout.top_k eval.every eval.temperature eval.top_k checkpoint.every "
+        "checkpoint.keep_best optimizer.warmup_steps optimizer.weight_decay optimizer.max_grad_norm log.samples_every "
+        "log.samples algorithm.length_norm algorithm.kl_loss_coef"
+    )
+    for key in not_negative.split():
+        yield flat[key] < 0, f"config.{key} must not be negative, got {flat[key]}"
+    for key in ("rollout.top_p", "eval.top_p"):
+        yield not 0 < flat[key] <= 1, f"config.{key} must be above 0 and at most 1, got {flat[key]}"
+    yield not 0 <= c.rollout.min_p < 1, f"config.rollout.min_p must be from 0 to below 1, got {c.rollout.min_p}"
+    yield c.algorithm.clip_ratio_c <= 1, f"config.algorithm.clip_ratio_c must be above 1, got {c.algorithm.clip_ratio_c}"
+
+
+def unknown_argument(argument: str) -> UserError:
+    """The error for a command-line argument that is neither --config nor a key of it."""
+    hint = ""
+    name = argument.lstrip("-").partition("=")[0]
+    known = [full for full, _ in flatten(_base())]
+    near = [full for full in known if full == name or full.endswith("." + name)]
+    near = near or difflib.get_close_matches(name, known, n=1)
+    if near:
+        hint = f"; did you mean --config.{near[0]}=...?"
+    return UserError(f"argument {argument!r} is unknown{hint}")

@@ -1,0 +1,69 @@
+"""Writes a run's policy as a Hugging Face folder: `python -m jaxrl_llm.export --run runs/NAME --out DIR`."""
+
+from __future__ import annotations
+
+import sys
+
+USAGE = """usage: python -m jaxrl_llm.export --run RUN_DIR --out DIR [--step N] [--dtype float32|bfloat16|float16]
+                                [--max_shard_gb 5] [--debug]
+
+Writes the policy of a checkpoint as a folder that transformers and vLLM load: config, generation config, tokenizer,
+safetensors. --step is the newest checkpoint by default, --dtype that of the model the run started from."""
+
+
+def run(argv: list[str]) -> None:
+    """Exports by these arguments."""
+    import argparse
+    from pathlib import Path
+
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.export")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--dtype")
+    parser.add_argument("--max_shard_gb", type=float, default=5.0)
+    args = parser.parse_args(argv)
+
+    import jax
+
+    from jaxrl_llm import assemble
+    from jaxrl_llm.checkpoint import Checkpoints
+    from jaxrl_llm.learner import param_shardings
+    from jaxrl_llm.models import huggingface
+    from jaxrl_llm.sharding.mesh import make_mesh
+    from jaxrl_llm.types import UserError
+
+    c = assemble.load_run(args.run)
+    source = assemble.model_source(c)
+    model = assemble.decoder(c, source, c.model.dtype)
+    shardings = param_shardings(model, make_mesh({"fsdp": -1}))
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract, shardings
+    )
+    checkpoints = Checkpoints(args.run, keep_last=1, keep_best=0, best_metric="")
+    step = checkpoints.latest() if args.step is None else args.step
+    if step is None:
+        raise UserError(f"{checkpoints.folder} has no checkpoint yet")
+    params = checkpoints.params(step, abstract)
+    huggingface.save(
+        args.out,
+        params,
+        source.hf,
+        model.config,
+        generation=source.generation,
+        tokenizer_folder=source.tokenizer_folder,
+        dtype=args.dtype or source.hf.get("dtype") or source.hf.get("torch_dtype") or "bfloat16",
+        max_shard_bytes=int(args.max_shard_gb * 2**30),
+    )
+    print(f"step {step} of {args.run} written to {args.out}")
+
+
+def main() -> None:
+    """Entry point."""
+    from jaxrl_llm.cli import command
+
+    command(run, sys.argv[1:], USAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Metrics: what a batch of rollouts says, and writing all of it to the terminal, metrics.jsonl and TensorBoard.
+
+Names follow verl's, so that curves can be laid side by side. A metric is a (sum, count) pair until it is written, so parts of
+a batch add up exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from tensorboardX import SummaryWriter
+
+from jaxrl_llm.types import Rollout, Scored
+
+# Columns of the progress line: title, metric, format.
+_RL_COLUMNS = (
+    ("reward", "critic/rewards/mean", ".3f"),
+    ("kl", "actor/ppo_kl", ".1e"),
+    ("entropy", "actor/entropy", ".3f"),
+    ("length", "response_length/mean", ".1f"),
+    ("clipped", "actor/pg_clipfrac", ".3f"),
+)
+_SFT_COLUMNS = (("loss", "actor/loss", ".4f"), ("grad", "actor/grad_norm", ".2f"))
+
+
+class Compilations:
+    """Counts XLA compilations of this process from its making on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+class Timer:
+    """Wall time of the stages of one step, in seconds, as `timing_s/STAGE`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the time of the block to a stage."""
+        start = time.perf_counter()
+        yield
+        self.seconds[f"timing_s/{name}"] += time.perf_counter() - start
+
+    def total(self) -> float:
+        """Seconds since the timer was made."""
+        return time.perf_counter() - self._start
+
+
+def finish(metrics: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
+    """(sum, count) pairs to means, on the host; those that nothing was counted for are left out."""
+    pairs = jax.device_get(dict(metrics))
+    return {name: float(total) / float(count) for name, (total, count) in pairs.items() if count}
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Lengths and stop reasons of a batch."""
+    responses = np.array([r.response_length for r in rollouts], np.float64)
+    prompts = np.array([len(r.prompt.token_ids) for r in rollouts], np.float64)
+    cut = np.array([r.stop_reason == "length" for r in rollouts], np.float64)
+    return {
+        **_spread("response_length", responses),
+        **_spread("prompt_length", prompts),
+        "response_length/clip_ratio": float(cut.mean()),
+        "perf/total_num_tokens": float(prompts.sum() + responses.sum()),
+    }
+
+
+def reward_metrics(scored: Sequence[Scored]) -> dict[str, float]:
+    """The reward, its components, how many samples could not be scored, and how many groups tell nothing."""
+    rewards = np.array([s.reward for s in scored if s.reward is not None], np.float64)
+    out = {"reward/failed": float(len(scored) - len(rewards))}
+    if len(rewards):
+        out |= _spread("critic/rewards", rewards) | _spread("critic/score", rewards)
+    components: dict[str, list[float]] = defaultdict(list)
+    groups: dict[int, list[float]] = defaultdict(list)
+    for s in scored:
+        for name, value in s.components.items():
+            components[name].append(value)
+        if s.reward is not None:
+            groups[s.rollout.prompt.uid].append(s.reward)
+    out |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in components.items()}
+    if groups:
+        out["reward/solved_none_or_all"] = float(np.mean([min(g) == max(g) for g in groups.values()]))
+    return out
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
+
+
+class Writer:
+    """Writes a step's metrics everywhere. Steps beyond `first_step` that an earlier, interrupted run has already written
+    are taken out, so that a resumed run has every step once."""
+
+    def __init__(
+        self, run_dir: Path, *, first_step: int, total_steps: int, tensorboard: bool, console: Console, task: str
+    ):
+        """`first_step`: the last step already done (0 for a new run)."""
+        self._path = run_dir / "metrics.jsonl"
+        self._console, self._total, self._first = console, total_steps, first_step
+        self._columns = _SFT_COLUMNS if task == "sft" else _RL_COLUMNS
+        self._start = time.perf_counter()
+        _keep_steps(self._path, first_step)
+        self._file = self._path.open("a")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line in metrics.jsonl, one point a metric in TensorBoard."""
+        values = {name: float(value) for name, value in metrics.items()}
+        # JSON has no NaN: a value that is not finite is written as text, so that it is seen and every reader can parse.
+        line = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
+        self._file.write(json.dumps({"step": step, **line}) + "\n")
+        self._file.flush()
+        if self._board:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def progress(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The progress line of a training step."""
+        done, left = step - self._first, self._total - step
+        eta = (time.perf_counter() - self._start) / max(done, 1) * left
+        cells = [f"[bold]step {step:>{len(str(self._total))}}/{self._total}[/]"]
+        cells += [f"{title} {metrics[key]:{spec}}" for title, key, spec in self._columns if key in metrics]
+        cells.append(f"{metrics.get('perf/throughput', 0.0):,.0f} tok/s")
+        cells.append(f"{metrics['timing_s/step']:.1f} s")
+        cells.append(f"left {_duration(eta)}")
+        self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The line of an evaluation: its main figures."""
+        main = {k: v for k, v in metrics.items() if k.startswith("val-core/")}
+        text = "  ".join(f"{name} {value:.3f}" for name, value in (main or dict(metrics)).items())
+        self._console.print(f"[bold green]eval {step:>{len(str(self._total))}}[/]  {escape(text)}", highlight=False)
+
+    def samples(self, rows: Sequence[tuple[str, str, float | None, Any]]) -> None:
+        """Some generations: prompt, response, reward, ground truth."""
+        for prompt, response, reward, truth in rows:
+            shown = "none" if reward is None else f"{reward:.2f}"
+            text = f"  sample  {_ends(prompt)!r} -> {_ends(response)!r}  reward {shown}"
+            if truth is not None:
+                text += f"  ground truth {_ends(str(truth))!r}"
+            self._console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def _keep_steps(path: Path, last: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= last:
+                kept.append(line)
+        except json.JSONDecodeError:
+            break  # the line that was being written when the run was killed
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(line + "\n" for line in kept))
+    partial.rename(path)
+
+
+def _ends(text: str, width: int = 160) -> str:
+    return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

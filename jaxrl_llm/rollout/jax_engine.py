@@ -1,0 +1,413 @@
+"""The embedded engine: continuous batching over cache slots, in jax.
+
+A prompt is read once (prefill) and its keys and values are copied into the slot of each of its samples. All slots then
+decode together, `steps_per_dispatch` tokens at a time in one compiled loop; between dispatches, slots that have ended are
+given to the next requests. New weights come in between calls of `generate`.
+
+Shapes: S slots, P prompts of one prefill, R requests admitted at once, E end-of-sequence ids.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.models.decoder import Cache, Model
+from jaxrl_llm.rollout.engine import Request, Sampling
+from jaxrl_llm.rollout.sampling import Filters, sample
+from jaxrl_llm.sharding import reshard
+from jaxrl_llm.sharding.rules import INFERENCE, named_sharding
+from jaxrl_llm.types import Rollout, UserError
+
+
+class Slots(NamedTuple):
+    """What the device knows of each slot."""
+
+    token: jax.Array  # int32 [S]: the last token, not yet in the cache
+    position: jax.Array  # int32 [S]: its position
+    remaining: jax.Array  # int32 [S]: tokens that may still follow
+    active: jax.Array  # bool [S]
+    seed: jax.Array  # uint32 [S]
+
+
+class _Prefix(NamedTuple):
+    """Prompts that have been read."""
+
+    cache: Cache  # [L, P, K, T, H]
+    logits: jax.Array  # float32 [P, V]
+    index: dict[int, int]  # prompt uid -> place
+
+
+@dataclass
+class _Running:
+    """The host's record of a sequence in a slot."""
+
+    place: int  # in the list of requests
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class JaxEngine:
+    """An `Engine` on one mesh of this process."""
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        *,
+        eos_ids: Sequence[int],
+        decode_text: Callable[[Sequence[int]], str],
+        max_prompt_length: int,
+        max_response_length: int,
+        slots: int,
+        prefill_batch: int,
+        steps_per_dispatch: int,
+    ):
+        """`decode_text`: token ids to text, special tokens left out. `slots` and `prefill_batch` are rounded up to what
+        the mesh's data axes divide."""
+        parts = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._slots, self._prefill_batch = _up(slots, parts), _up(min(prefill_batch, slots), parts)
+        self._model, self._mesh = model, mesh
+        self._eos = tuple(eos_ids)
+        self._decode_text = decode_text
+        self._steps = steps_per_dispatch
+        self._length = _up(max_prompt_length + max_response_length, 8)
+        self._max_prompt = max_prompt_length
+        self._params: Any = None
+        self._cache: Cache | None = None
+        self.version = -1
+        c = model.config
+        shape = (c.num_layers, self._slots, c.num_kv_heads, self._length, c.head_dim)
+        dims = ("layers", "batch", "kv_heads", "length", "head_dim")
+        self._cache_shape = shape
+        self._cache_sharding = named_sharding("cache", shape, dims, INFERENCE, mesh)
+        self._prefill = jax.jit(partial(_prefill, model))
+        self._admit = jax.jit(partial(_admit, self._eos), static_argnames="filtered", donate_argnums=(0, 1))
+        self._dispatch = jax.jit(
+            partial(_dispatch, model, self._eos, self._steps),
+            static_argnames=("view", "filtered"),
+            donate_argnums=(1, 2),
+        )
+
+    def load(self, params: Any, version: int, checksum: int) -> None:
+        """Takes weights in the INFERENCE layout."""
+        reshard.verify(params, checksum, f"weights of version {version}")
+        self._params, self.version = params, version
+
+    def sleep(self) -> None:
+        """Frees the cache."""
+        self._cache = None
+
+    def wake(self) -> None:
+        """Allocates the cache."""
+        if self._cache is None:
+            zeros = partial(jnp.zeros, self._cache_shape, self._model.dtype)
+            self._cache = Cache(*(jax.jit(zeros, out_shardings=self._cache_sharding)() for _ in range(2)))
+
+    def close(self) -> None:
+        """Frees weights and cache."""
+        self._params = self._cache = None
+        self.version = -1
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """See `Engine`."""
+        if self._params is None:
+            raise RuntimeError("the engine has no weights yet: call load() first")
+        for request in requests:
+            self._check(request)
+        self.wake()
+        job = _Job(self, requests, sampling)
+        while job.waiting or job.running:
+            job.admit()
+            job.dispatch()
+        return job.finished()
+
+    def _check(self, request: Request) -> None:
+        prompt, budget = len(request.prompt.token_ids), request.max_tokens
+        if budget < 1:
+            raise UserError(f"max_tokens must be at least 1, got {budget}")
+        if not 0 < prompt <= self._max_prompt or prompt + budget > self._length:
+            raise UserError(
+                f"prompt {request.prompt.uid} of {prompt} tokens with max_tokens={budget} does not fit the engine, made for "
+                f"prompts of 1 to {self._max_prompt} tokens and {self._length} tokens in all"
+            )
+
+
+class _Job:
+    """One call of generate: which request is where, and what has come out."""
+
+    def __init__(self, engine: JaxEngine, requests: Sequence[Request], sampling: Sampling):
+        self.engine, self.sampling = engine, sampling
+        self.waiting = deque(enumerate(requests))
+        self.running: dict[int, _Running] = {}
+        self._done: list[Rollout | None] = [None] * len(requests)
+        self._prefix = _Prefix(Cache(jnp.zeros(()), jnp.zeros(())), jnp.zeros(()), {})
+        S = engine._slots
+        self._slots = Slots(
+            jnp.zeros(S, jnp.int32),
+            jnp.zeros(S, jnp.int32),
+            jnp.zeros(S, jnp.int32),
+            jnp.zeros(S, bool),
+            jnp.zeros(S, jnp.uint32),
+        )
+        self._filters = Filters(
+            jnp.float32(sampling.temperature),
+            jnp.int32(sampling.top_k),
+            jnp.float32(sampling.top_p),
+            jnp.float32(sampling.min_p),
+        )
+        self._filtered = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+        self._killed = np.zeros(S, bool)
+
+    def admit(self) -> None:
+        """Gives free slots to waiting requests, reading their prompts where that has not been done."""
+        engine = self.engine
+        free = [s for s in range(engine._slots) if s not in self.running]
+        while free and self.waiting:
+            if self.waiting[0][1].prompt.uid not in self._prefix.index:
+                self._prefix = self._read_prompts()
+            batch = []
+            while free and self.waiting and self.waiting[0][1].prompt.uid in self._prefix.index:
+                place, request = self.waiting.popleft()
+                batch.append((free.pop(0), _Running(place, request)))
+            self._start(batch)
+
+    def _read_prompts(self) -> _Prefix:
+        engine = self.engine
+        prompts = {}
+        for _, request in self.waiting:
+            prompts.setdefault(request.prompt.uid, request.prompt)
+            if len(prompts) == engine._prefill_batch:
+                break
+        lengths = [len(p.token_ids) for p in prompts.values()]
+        width = min(_bucket(max(lengths)), _up(engine._max_prompt, 8))
+        ids = np.zeros((engine._prefill_batch, width), np.int32)
+        for row, prompt in zip(ids, prompts.values(), strict=False):
+            row[: len(prompt.token_ids)] = prompt.token_ids
+        padded = np.array(lengths + [1] * (engine._prefill_batch - len(lengths)), np.int32)
+        logits, cache = engine._prefill(engine._params, ids, padded)
+        return _Prefix(cache, logits, {uid: i for i, uid in enumerate(prompts)})
+
+    def _start(self, batch: list[tuple[int, _Running]]) -> None:
+        """Copies prompts into slots and samples the first token of each."""
+        engine = self.engine
+        # Two sizes, so that a few refills do not cost as much as filling all slots, and little is compiled.
+        size = engine._slots if len(batch) > engine._slots // 8 else max(1, engine._slots // 8)
+        columns = np.zeros((5, size), np.int64)
+        columns[0] = engine._slots  # out of range: dropped
+        for i, (slot, run) in enumerate(batch):
+            r = run.request
+            columns[:, i] = slot, self._prefix.index[r.prompt.uid], len(r.prompt.token_ids), r.max_tokens, r.seed
+            self.running[slot] = run
+        slot, place, length, budget = columns[:4].astype(np.int32)
+        engine._cache, self._slots, logprobs = engine._admit(
+            engine._cache,
+            self._slots,
+            self._prefix.cache,
+            self._prefix.logits,
+            slot,
+            place,
+            length,
+            budget,
+            columns[4].astype(np.uint32),
+            self._filters,
+            filtered=self._filtered,
+        )
+        tokens, logprobs, active = jax.device_get((self._slots.token, logprobs, self._slots.active))
+        for slot, run in batch:
+            run.tokens.append(int(tokens[slot]))
+            run.logprobs.append(float(logprobs[slot]))
+            self._settle(slot, bool(active[slot]))
+
+    def dispatch(self) -> None:
+        """Decodes up to `steps_per_dispatch` tokens in every running slot."""
+        if not self.running:
+            return
+        engine = self.engine
+        longest = max(len(r.request.prompt.token_ids) + len(r.tokens) for r in self.running.values())
+        view = min(_bucket(longest + engine._steps), engine._length)
+        engine._cache, self._slots, tokens, logprobs, counts = engine._dispatch(
+            engine._params,
+            engine._cache,
+            self._slots,
+            self._killed,
+            self._filters,
+            view=view,
+            filtered=self._filtered,
+        )
+        self._killed = np.zeros_like(self._killed)
+        tokens, logprobs, counts, active = jax.device_get((tokens, logprobs, counts, self._slots.active))
+        for slot in list(self.running):
+            run, n = self.running[slot], counts[slot]
+            run.tokens += tokens[:n, slot].tolist()
+            run.logprobs += logprobs[:n, slot].tolist()
+            self._settle(slot, bool(active[slot]))
+
+    def _settle(self, slot: int, active: bool) -> None:
+        """Ends the sequence of a slot if its tokens say so."""
+        run = self.running[slot]
+        reason = None
+        if not active:
+            reason = "eos" if run.tokens[-1] in self.engine._eos else "length"
+        cut = self._stop_string(run.tokens) if self.sampling.stop else None
+        if cut is not None:
+            reason = "stop_string"
+            del run.tokens[cut[0] :], run.logprobs[cut[0] :]
+            self._killed[slot] = active
+        if reason is not None:
+            del self.running[slot]
+            self._done[run.place] = self._rollout(run, reason, cut[1] if cut else None)
+
+    def _stop_string(self, tokens: list[int]) -> tuple[int, str] | None:
+        """How many tokens there are up to the one that completes a stop string, and the text before it."""
+        decode = self.engine._decode_text
+        text = decode(tokens)
+        if not any(stop in text for stop in self.sampling.stop):
+            return None
+        low, high = 1, len(tokens)  # the text grows with the tokens: find the first count that has a stop string
+        while low < high:
+            middle = (low + high) // 2
+            if any(stop in decode(tokens[:middle]) for stop in self.sampling.stop):
+                high = middle
+            else:
+                low = middle + 1
+        text = decode(tokens[:low])
+        return low, text[: min(text.find(stop) for stop in self.sampling.stop if stop in text)]
+
+    def _rollout(self, run: _Running, reason: str, text: str | None) -> Rollout:
+        prompt = run.request.prompt
+        before, n = len(prompt.token_ids), len(run.tokens)
+        body = run.tokens[:-1] if reason == "eos" else run.tokens
+        return Rollout(
+            prompt=prompt,
+            sample=run.request.sample,
+            token_ids=np.concatenate([prompt.token_ids, np.array(run.tokens, np.int32)]),
+            action_mask=np.arange(before + n) >= before,
+            logprobs=np.concatenate([np.zeros(before, np.float32), np.array(run.logprobs, np.float32)]),
+            versions=np.where(np.arange(before + n) >= before, self.engine.version, -1).astype(np.int32),
+            stop_reason=reason,
+            text=self.engine._decode_text(body) if text is None else text,
+        )
+
+    def finished(self) -> list[Rollout]:
+        """All rollouts, in the order of the requests."""
+        return [r for r in self._done if r is not None]
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _bucket(n: int) -> int:
+    """The next power of two, or one and a half of one: at most a third is wasted and few programs are compiled."""
+    size = 16
+    while size < n:
+        if size * 3 // 2 >= n:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+# ---- compiled parts -----------------------------------------------------------------------------------------------
+
+
+def _prefill(model: Model, params: Any, ids: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
+    """Logits of the first response token [P, V], and the prompts' keys and values."""
+    module = model.bind(params)
+    hidden, cache = module.prefill(ids, lengths)
+    return module.logits(hidden), cache
+
+
+def _admit(
+    eos: tuple[int, ...],
+    cache: Cache,
+    slots: Slots,
+    prefix: Cache,
+    prefix_logits: jax.Array,
+    slot: jax.Array,  # int32 [R]; out of range where there is no request
+    place: jax.Array,  # int32 [R]: which of the prompts
+    length: jax.Array,  # int32 [R]: of the prompt
+    budget: jax.Array,  # int32 [R]
+    seed: jax.Array,  # uint32 [R]
+    filters: Filters,
+    *,
+    filtered: bool,
+) -> tuple[Cache, Slots, jax.Array]:
+    """Cache and slots with the new requests, and the log-probability of the first token of each slot."""
+
+    def copy(to: jax.Array, source: jax.Array) -> jax.Array:
+        width = min(source.shape[3], to.shape[3])
+        return to.at[:, slot, :, :width].set(source[:, place, :, :width].astype(to.dtype), mode="drop")
+
+    token, logprob = sample(prefix_logits[place], seed, length, filters, filtered=filtered)
+
+    def put(to: jax.Array, values: jax.Array) -> jax.Array:
+        return to.at[slot].set(values, mode="drop")
+
+    new = Slots(
+        token=put(slots.token, token),
+        position=put(slots.position, length),
+        remaining=put(slots.remaining, budget - 1),
+        active=put(slots.active, (budget > 1) & ~_is_eos(token, eos)),
+        seed=put(slots.seed, seed),
+    )
+    first = put(jnp.zeros(slots.token.shape, jnp.float32), logprob)
+    return Cache(copy(cache.k, prefix.k), copy(cache.v, prefix.v)), new, first
+
+
+def _dispatch(
+    model: Model,
+    eos: tuple[int, ...],
+    steps: int,
+    params: Any,
+    cache: Cache,
+    slots: Slots,
+    killed: jax.Array,
+    filters: Filters,
+    *,
+    view: int,
+    filtered: bool,
+) -> tuple[Cache, Slots, jax.Array, jax.Array, jax.Array]:
+    """Up to `steps` tokens for every active slot: cache, slots, tokens and log-probabilities [steps, S], and how many
+    tokens each slot has got. Slots that are not active compute along and change nothing that is read."""
+    module = model.bind(params)
+    slots = slots._replace(active=slots.active & ~killed)
+    S = slots.token.shape[0]
+    outputs = (jnp.zeros((steps, S), jnp.int32), jnp.zeros((steps, S), jnp.float32), jnp.zeros(S, jnp.int32))
+
+    def unfinished(carry: Any) -> jax.Array:
+        i, _, slots, _ = carry
+        return (i < steps) & jnp.any(slots.active)
+
+    def step(carry: Any) -> Any:
+        i, cache, s, (tokens, logprobs, counts) = carry
+        hidden, cache = module.decode(s.token, s.position, cache, view)
+        token, logprob = sample(module.logits(hidden), s.seed, s.position + 1, filters, filtered=filtered)
+        go = s.active.astype(jnp.int32)
+        outputs = (tokens.at[i].set(token), logprobs.at[i].set(logprob), counts + go)
+        s = Slots(
+            token=jnp.where(s.active, token, s.token),
+            position=s.position + go,
+            remaining=s.remaining - go,
+            active=s.active & (s.remaining > 1) & ~_is_eos(token, eos),
+            seed=s.seed,
+        )
+        return i + 1, cache, s, outputs
+
+    _, cache, slots, outputs = jax.lax.while_loop(unfinished, step, (0, cache, slots, outputs))
+    return cache, slots, *outputs
+
+
+def _is_eos(token: jax.Array, eos: tuple[int, ...]) -> jax.Array:
+    if not eos:
+        return jnp.zeros(token.shape, bool)
+    return jnp.any(token[:, None] == jnp.array(eos, jnp.int32), axis=-1)
