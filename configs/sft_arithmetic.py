@@ -19,7 +19,7 @@ def get_config() -> Config:
     c = base.get_config()
     c.task = "sft"
     c.run_dir = "runs/sft_arithmetic"
-    c.total_steps = 400
+    c.total_steps = 300
     c.model.tokenizer = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic_base")
     c.model.hf_config = {
         "architectures": ["LlamaForCausalLM"],
@@ -50,7 +50,8 @@ def get_config() -> Config:
     c.rollout.steps_per_dispatch = 4
     c.reward.functions = ("exact_match",)
     c.learner.mini_batch_size = 256
-    c.learner.micro_batch_rows = 64
+    c.learner.micro_batch_rows = 16
+    c.learner.row_lengths = (64,)
     c.optimizer.learning_rate = 1e-3
     c.optimizer.warmup_steps = 20
     c.optimizer.schedule = "cosine"

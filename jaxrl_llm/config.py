@@ -314,6 +314,9 @@ def _checks(c: Config) -> Iterator[tuple[bool, str]]:
 
 
 def _choices(c: Config) -> Iterator[tuple[bool, str]]:
+    from jaxrl_llm.algorithms.aggregation import AGGREGATIONS
+    from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
+
     for key, valid in {
         "task": ("rl", "sft"),
         "model.dtype": ("float32", "bfloat16"),
@@ -325,14 +328,8 @@ def _choices(c: Config) -> Iterator[tuple[bool, str]]:
         "data.remainder": ("drop", "carry"),
         "optimizer.schedule": ("constant", "cosine", "linear"),
         "checkpoint.resume": ("auto", "never"),
-        "algorithm.aggregation": (
-            "token-mean",
-            "token-sum",
-            "seq-mean-token-sum",
-            "seq-mean-token-mean",
-            "seq-mean-token-sum-norm",
-        ),
-        "algorithm.kl_estimator": ("k1", "abs", "k2", "k3", "k1+", "k3+"),
+        "algorithm.aggregation": AGGREGATIONS,
+        "algorithm.kl_estimator": tuple(KL_ESTIMATORS),
     }.items():
         value = dict(flatten(c))[key]
         near = difflib.get_close_matches(value, valid, n=1)

@@ -93,7 +93,7 @@ def test_a_missing_function_is_refused_with_the_public_ones(reward_file):
     )
     text = refusal(f"{path}:scor")
     assert "did you mean 'score'" in text
-    assert text.endswith("other, score.")
+    assert text.endswith("expected other, score")
 
 
 def test_what_is_no_function_is_refused(reward_file):
@@ -117,7 +117,7 @@ def test_a_file_that_fails_to_import_is_refused_with_its_line(reward_file, text,
 
 
 def test_a_file_that_is_no_python_is_refused(reward_file):
-    assert "ends with .py" in refusal(reward_file("", "rewards.txt") + ":fn")
+    assert "there is no Python file" in refusal(reward_file("", "rewards.txt") + ":fn")
 
 
 def test_a_parameter_that_nobody_gives_is_refused_with_the_valid_ones(reward_file):

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import segments
-from jaxrl_llm.plugins import unknown_name
 from jaxrl_llm.types import UserError
 
 AGGREGATIONS = (
@@ -58,7 +57,7 @@ def token_weights(
         UserError: unknown mode, or seq-mean-token-sum-norm without length_norm.
     """
     if mode not in AGGREGATIONS:
-        raise unknown_name("loss aggregation", mode, AGGREGATIONS)
+        raise UserError(f"unknown loss aggregation {mode!r}; expected one of {', '.join(AGGREGATIONS)}")
     dtype = jnp.result_type(float)
     lengths_S = segments.sequence_lengths(mask, sequence_ids, num_sequences)
     num_tokens = jnp.maximum(lengths_S.sum(), 1).astype(dtype)

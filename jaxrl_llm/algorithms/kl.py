@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import segments
-from jaxrl_llm.plugins import resolve
+from jaxrl_llm.types import UserError
 
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
@@ -36,7 +36,7 @@ def kl_penalty(
     Args:
         logprobs: float [...], of the policy.
         reference_logprobs: float [...], same shape.
-        estimator: a name in KL_ESTIMATORS, or `path/to/file.py:function` for a function of d.
+        estimator: a name in KL_ESTIMATORS.
         mask: bool or number [...]; outside it the result and its gradient are 0, even at NaN or infinity.
 
     Returns:
@@ -48,7 +48,9 @@ def kl_penalty(
     difference = segments.as_float(logprobs) - segments.as_float(reference_logprobs)
     if mask is not None:
         difference = jnp.where(mask.astype(bool), difference, 0)
-    return resolve(KL_ESTIMATORS, estimator, "KL estimator")(difference)
+    if estimator not in KL_ESTIMATORS:
+        raise UserError(f"unknown KL estimator {estimator!r}; expected one of {', '.join(KL_ESTIMATORS)}")
+    return KL_ESTIMATORS[estimator](difference)
 
 
 def k1(difference: jax.Array) -> jax.Array:

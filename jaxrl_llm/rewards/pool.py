@@ -15,8 +15,9 @@ from typing import Any
 
 import pebble
 
+from jaxrl_llm.plugins import nearest
 from jaxrl_llm.rewards import worker
-from jaxrl_llm.rewards.loading import load, nearest
+from jaxrl_llm.rewards.loading import load
 from jaxrl_llm.types import Rollout, Scored, UserError
 
 logger = logging.getLogger("jaxrl_llm.rewards")

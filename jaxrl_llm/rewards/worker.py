@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.rewards.loading import RewardFunction, describe, load
+from jaxrl_llm.plugins import describe
+from jaxrl_llm.rewards.loading import RewardFunction, load
 
 _functions: list[RewardFunction] = []
 
