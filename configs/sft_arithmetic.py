@@ -1,11 +1,11 @@
-"""A tiny Llama (0.8 M parameters) learns from demonstrations how sums of two numbers look, but not yet well.
+"""A tiny Llama (0.8 M parameters) learns to add from demonstrations of which more than half are wrong in a digit.
 
 The quickstart's base model, jaxrl_llm/assets/arithmetic_base, was made by
 
     python -m jaxrl_llm.train --config sft_arithmetic
     python -m jaxrl_llm.export --run runs/sft_arithmetic --out arithmetic_base --dtype bfloat16
 
-About a minute on two CPU cores; mean accuracy of sampled answers at the end about 0.4.
+Six minutes on two CPU cores; mean accuracy of sampled answers at the end about 0.4, as in the demonstrations.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ def get_config() -> Config:
     c = base.get_config()
     c.task = "sft"
     c.run_dir = "runs/sft_arithmetic"
-    c.total_steps = 300
+    c.total_steps = 1200
     c.model.tokenizer = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic_base")
     c.model.hf_config = {
         "architectures": ["LlamaForCausalLM"],
@@ -39,9 +39,8 @@ def get_config() -> Config:
         "hidden_act": "silu",
         "dtype": "bfloat16",
     }
-    c.data.train = ("arithmetic:op=+,min=0,max=99,count=9000,split=train",)
+    c.data.train = ("arithmetic:op=+,min=0,max=99,count=9000,split=train,mistakes=60",)
     c.data.val = ("arithmetic:op=+,min=0,max=99,count=256,split=test",)
-    c.data.response_key = "answer"
     c.data.max_prompt_length = 8
     c.data.max_response_length = 8
     c.data.train_batch_size = 256
@@ -55,6 +54,6 @@ def get_config() -> Config:
     c.optimizer.learning_rate = 1e-3
     c.optimizer.warmup_steps = 20
     c.optimizer.schedule = "cosine"
-    c.eval.every = 50
+    c.eval.every = 100
     c.checkpoint.every = 100
     return c

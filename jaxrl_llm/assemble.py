@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -232,56 +233,85 @@ def sampling(c: Config) -> Sampling:
 def eval_sampling(c: Config) -> Sampling:
     """How evaluation samples; its noise is the same every time and has nothing to do with training's."""
     e = c.eval
-    return Sampling(
-        e.n, e.temperature, e.top_k, e.top_p, 0.0, c.data.max_response_length, c.rollout.stop, c.seed + 1
-    )
+    return Sampling(e.n, e.temperature, e.top_k, e.top_p, 0.0, c.data.max_response_length, c.rollout.stop, c.seed + 1)
 
 
 class Assembled(NamedTuple):
     """A run that is ready to start."""
 
     run: controller.Run
-    pool: LocalPool
-    checkpoints: Checkpoints
-    writer: Writer
     run_dir: Path
+    resources: ExitStack  # closes the reward workers, the checkpoints and the metric files, in the right order
 
 
 def assemble(c: Config, console: Console) -> Assembled:
-    """Builds everything in the order in which users' mistakes cost least: files and data first, then reward functions,
-    then devices and weights."""
+    """Builds everything, in the order in which users' mistakes cost least: files and data first, then the devices'
+    mesh and reward functions, then weights."""
     configs.validate(c)
-    sft, run_dir = c.task == "sft", Path(c.run_dir)
     source = model_source(c)
     decoder(c, source, c.model.dtype)
-    stream = PromptStream(
-        prompts(c, source.tokenizer, c.data.train, sft=sft),
-        batch_size=c.data.train_batch_size,
-        seed=c.seed,
-        shuffle=c.data.shuffle,
-        remainder=c.data.remainder,
-    )
+    stream, held_out = _data(c, source, console)
     total_steps = c.total_steps or stream.steps(c.total_epochs)
-    held_out = prompts(c, source.tokenizer, c.data.val, sft=False, limit=c.data.val_limit) if c.data.val else None
-    console.print(f"training data: {stream.prompts.describe()}; {stream.describe()}", highlight=False)
-    if held_out:
-        console.print(f"evaluation data: {held_out.describe()}", highlight=False)
-    rewards = reward_pool(c)
     mesh = mesh_of(c)
-    minis = c.data.train_batch_size // c.learner.mini_batch_size
-    pool = local_pool(c, source, mesh, rewards, total_steps * minis * c.learner.epochs)
-    _save_config(c, run_dir)
-    k = c.checkpoint
-    checkpoints = Checkpoints(run_dir, keep_last=k.keep_last, keep_best=k.keep_best, best_metric=k.best_metric)
-    start = _resume(c, checkpoints, pool, stream, console)
-    writer = Writer(
-        run_dir,
-        first_step=start,
-        total_steps=total_steps,
-        tensorboard=c.log.tensorboard,
-        console=console,
-        task=c.task,
+    console.print(f"devices: {describe_devices(mesh)}", highlight=False)
+    with ExitStack() as resources:
+        rewards = reward_pool(c)
+        resources.callback(rewards.close)
+        _save_config(c, Path(c.run_dir))
+        updates = total_steps * (c.data.train_batch_size // c.learner.mini_batch_size) * c.learner.epochs
+        pool = local_pool(c, source, mesh, rewards, updates)
+        resources.callback(pool.close)
+        k = c.checkpoint
+        checkpoints = Checkpoints(
+            Path(c.run_dir), keep_last=k.keep_last, keep_best=k.keep_best, best_metric=k.best_metric
+        )
+        resources.callback(checkpoints.close)
+        start = _resume(c, checkpoints, pool, stream, console)
+        writer = Writer(
+            Path(c.run_dir),
+            first_step=start,
+            total_steps=total_steps,
+            tensorboard=c.log.tensorboard,
+            console=console,
+            task=c.task,
+        )
+        resources.callback(writer.close)
+        run = _run(c, source, stream, held_out, pool, checkpoints, writer, total_steps, start)
+        return Assembled(run, Path(c.run_dir), resources.pop_all())
+
+
+def _data(c: Config, source: Source, console: Console) -> tuple[PromptStream, Prompts | None]:
+    """The training stream, and the held-out prompts if there are any; prints what was read and left out."""
+    d = c.data
+    stream = PromptStream(
+        prompts(c, source.tokenizer, d.train, sft=c.task == "sft"),
+        batch_size=d.train_batch_size,
+        seed=c.seed,
+        shuffle=d.shuffle,
+        remainder=d.remainder,
     )
+    console.print(f"training data: {stream.prompts.describe()}; {stream.describe()}", highlight=False)
+    if not d.val:
+        return stream, None
+    held_out = prompts(c, source.tokenizer, d.val, sft=False, limit=d.val_limit)
+    console.print(f"evaluation data: {held_out.describe()}", highlight=False)
+    return stream, held_out
+
+
+def _run(
+    c: Config,
+    source: Source,
+    stream: PromptStream,
+    held_out: Prompts | None,
+    pool: LocalPool,
+    checkpoints: Checkpoints,
+    writer: Writer,
+    total_steps: int,
+    start: int,
+) -> controller.Run:
+    """The controller's parts. Here, and only here, tasks differ: SFT reads its rollouts from the data, and gives the engine
+    weights only to measure them."""
+    sft = c.task == "sft"
 
     def measure(step: int) -> tuple[dict[str, float], list[Scored]]:
         assert held_out is not None
@@ -295,7 +325,7 @@ def assemble(c: Config, console: Console) -> Assembled:
             batch_size=c.data.train_batch_size,
         )
 
-    run = controller.Run(
+    return controller.Run(
         stream=stream,
         rollouts=demonstrations.rollouts if sft else partial(pool.generate, sampling=sampling(c)),
         score=demonstrations.ungraded if sft else pool.score,
@@ -314,7 +344,6 @@ def assemble(c: Config, console: Console) -> Assembled:
         samples=c.log.samples,
         saved_config=c.to_dict(),
     )
-    return Assembled(run, pool, checkpoints, writer, run_dir)
 
 
 def _save_config(c: Config, run_dir: Path) -> None:
@@ -325,9 +354,7 @@ def _save_config(c: Config, run_dir: Path) -> None:
         raise UserError(f"config.run_dir={c.run_dir!r} cannot be written: {error}") from error
 
 
-def _resume(
-    c: Config, checkpoints: Checkpoints, pool: LocalPool, stream: PromptStream, console: Console
-) -> int:
+def _resume(c: Config, checkpoints: Checkpoints, pool: LocalPool, stream: PromptStream, console: Console) -> int:
     """Goes on from the newest checkpoint, if there is one; returns how many steps are done."""
     step = checkpoints.latest()
     if step is None:

@@ -23,7 +23,9 @@ class Checkpoints:
         if keep_best:
             policies.append(
                 ocp.checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: metrics["best"], n=keep_best, keep_checkpoints_without_metrics=False
+                    get_metric_fn=lambda metrics: metrics["best"],
+                    n=keep_best,
+                    keep_checkpoints_without_metrics=False,
                 )
             )
         options = ocp.CheckpointManagerOptions(
@@ -43,9 +45,7 @@ class Checkpoints:
         best = metrics.get(chosen) if chosen else None
         self._manager.save(
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()), rest=ocp.args.JsonSave(dict(rest))
-            ),
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), rest=ocp.args.JsonSave(dict(rest))),
             metrics=None if best is None else {"best": float(best)},
             force=True,
         )

@@ -356,8 +356,14 @@ def _ranges(c: Config) -> Iterator[tuple[bool, str]]:
         yield flat[key] < 0, f"config.{key} must not be negative, got {flat[key]}"
     for key in ("rollout.top_p", "eval.top_p"):
         yield not 0 < flat[key] <= 1, f"config.{key} must be above 0 and at most 1, got {flat[key]}"
-    yield not 0 <= c.rollout.min_p < 1, f"config.rollout.min_p must be from 0 to below 1, got {c.rollout.min_p}"
-    yield c.algorithm.clip_ratio_c <= 1, f"config.algorithm.clip_ratio_c must be above 1, got {c.algorithm.clip_ratio_c}"
+    yield (
+        not 0 <= c.rollout.min_p < 1,
+        f"config.rollout.min_p must be from 0 to below 1, got {c.rollout.min_p}",
+    )
+    yield (
+        c.algorithm.clip_ratio_c <= 1,
+        f"config.algorithm.clip_ratio_c must be above 1, got {c.algorithm.clip_ratio_c}",
+    )
 
 
 def unknown_argument(argument: str) -> UserError:

@@ -37,9 +37,7 @@ def run(argv: list[str]) -> None:
     source = assemble.model_source(c)
     model = assemble.decoder(c, source, c.model.dtype)
     shardings = param_shardings(model, make_mesh({"fsdp": -1}))
-    abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract, shardings
-    )
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract, shardings)
     checkpoints = Checkpoints(args.run, keep_last=1, keep_best=0, best_metric="")
     step = checkpoints.latest() if args.step is None else args.step
     if step is None:

@@ -83,15 +83,11 @@ class Learner:
         opt_state = jax.jit(optimizer.init, out_shardings=self.shardings.opt_state)(params)
         self.state = TrainState(params, opt_state, jax.device_put(jnp.int32(0), replicated(mesh)))
         self._prepare = jax.jit(self._prepare_step)
-        self._update = jax.jit(
-            self._update_step, donate_argnums=(0,), out_shardings=(self.shardings, None)
-        )
+        self._update = jax.jit(self._update_step, donate_argnums=(0,), out_shardings=(self.shardings, None))
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for restoring it."""
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, self.shardings
-        )
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, self.shardings)
 
     def place(self, batch: SequenceBatch) -> SequenceBatch:
         """Puts a host batch on the mesh: rows over the data axes, per-sequence arrays everywhere."""
@@ -139,9 +135,7 @@ class Learner:
             entropy=entropy,
         )
 
-    def _prepare_step(
-        self, params: Any, reference: Any, batch: SequenceBatch
-    ) -> tuple[TrainBatch, Metrics]:
+    def _prepare_step(self, params: Any, reference: Any, batch: SequenceBatch) -> tuple[TrainBatch, Metrics]:
         o, S = self._objective, batch.group_ids.shape[0]
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32)
         if o.advantage is None:
@@ -149,14 +143,10 @@ class Learner:
         old, entropy = self._over_micro_batches(params, batch, entropy=True)
         ref = self._over_micro_batches(reference, batch, entropy=False)[0] if reference is not None else None
         advantages_S = o.advantage(batch.rewards, batch.group_ids, batch.valid, S)
-        advantages = jnp.where(
-            batch.action_mask, segments.to_tokens(advantages_S, batch.sequence_ids), 0.0
-        )
+        advantages = jnp.where(batch.action_mask, segments.to_tokens(advantages_S, batch.sequence_ids), 0.0)
         return TrainBatch(batch, old, ref, advantages), _prepare_metrics(batch, old, entropy, advantages)
 
-    def _over_micro_batches(
-        self, params: Any, batch: SequenceBatch, *, entropy: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def _over_micro_batches(self, params: Any, batch: SequenceBatch, *, entropy: bool) -> tuple[jax.Array, jax.Array]:
         """[A, M, B, T] log-probabilities and entropies (zeros unless asked for) of the micro-batches in use."""
         A = batch.token_ids.shape[0]
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32)
@@ -171,9 +161,7 @@ class Learner:
 
         return jax.lax.fori_loop(0, A, mini, (zeros, zeros))
 
-    def _update_step(
-        self, state: TrainState, batch: TrainBatch, index: jax.Array
-    ) -> tuple[TrainState, Metrics]:
+    def _update_step(self, state: TrainState, batch: TrainBatch, index: jax.Array) -> tuple[TrainState, Metrics]:
         grads, metrics = self._gradients(state.params, batch, index)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -284,9 +272,7 @@ def add(a: Metrics, b: Metrics) -> Metrics:
     return {**a, **{k: (a[k][0] + s, a[k][1] + n) if k in a else (s, n) for k, (s, n) in b.items()}}
 
 
-def _prepare_metrics(
-    batch: SequenceBatch, old: jax.Array, entropy: jax.Array, advantages: jax.Array
-) -> Metrics:
+def _prepare_metrics(batch: SequenceBatch, old: jax.Array, entropy: jax.Array, advantages: jax.Array) -> Metrics:
     mask = batch.action_mask
     count = mask.sum().astype(jnp.float32)
     # The sampler's and the learner's opinion of the same tokens under the same weights: differs by rounding only.

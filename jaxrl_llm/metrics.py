@@ -85,6 +85,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def reward_metrics(scored: Sequence[Scored]) -> dict[str, float]:
     """The reward, its components, how many samples could not be scored, and how many groups tell nothing."""
+    if all(s.error is None and not s.components for s in scored):
+        return {}  # demonstrations
     rewards = np.array([s.reward for s in scored if s.reward is not None], np.float64)
     out = {"reward/failed": float(len(scored) - len(rewards))}
     if len(rewards):
@@ -111,14 +113,21 @@ class Writer:
     are taken out, so that a resumed run has every step once."""
 
     def __init__(
-        self, run_dir: Path, *, first_step: int, total_steps: int, tensorboard: bool, console: Console, task: str
+        self,
+        run_dir: Path,
+        *,
+        first_step: int,
+        total_steps: int,
+        tensorboard: bool,
+        console: Console,
+        task: str,
     ):
         """`first_step`: the last step already done (0 for a new run)."""
         self._path = run_dir / "metrics.jsonl"
         self._console, self._total, self._first = console, total_steps, first_step
         self._columns = _SFT_COLUMNS if task == "sft" else _RL_COLUMNS
         self._start = time.perf_counter()
-        _keep_steps(self._path, first_step)
+        _keep_steps(self._path, first_step or -1)
         self._file = self._path.open("a")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
 

@@ -33,9 +33,7 @@ def resolve(registry: Mapping[str, Callable[..., Any]], spec: str, kind: str) ->
         return registry[spec]
     file = Path(path).expanduser().resolve()
     if file.suffix != ".py" or not file.is_file():
-        raise UserError(
-            f"{kind} {spec!r}: there is no Python file {file}. A relative path starts at {Path.cwd()}."
-        )
+        raise UserError(f"{kind} {spec!r}: there is no Python file {file}. A relative path starts at {Path.cwd()}.")
     module = _import(file, kind)
     public = [
         key

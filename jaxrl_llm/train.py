@@ -32,12 +32,8 @@ def run(argv: list[str]) -> None:
 
     console = Console()
     parts = assemble(c, console)
-    try:
+    with parts.resources:
         train(parts.run)
-    finally:
-        parts.writer.close()
-        parts.pool.close()
-        parts.checkpoints.close()
     where = parts.run_dir
     console.print(
         f"done: {parts.run.total_steps} steps\n"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # reward workers read this file and start faster without jax
     import jax
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """A mistake in what the user gave: config, data, model folder, reward function. Commands print its
     text without a traceback; the text says what is wrong, where, what was expected and what to do."""
 

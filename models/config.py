@@ -20,7 +20,7 @@ class Rope:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    original_max_position: float = 8192
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ class DecoderConfig:
         if len(self.windows) != self.num_layers:
             raise ModelError(f"{len(self.windows)} attention windows for {self.num_layers} layers")
         if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly"
-            )
+            raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly")
 
     @property
     def padded_vocab(self) -> int:

@@ -104,9 +104,7 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             self.head = parameter(rngs, table, ("vocab", "embed"), normal(config.embed**-0.5))
 
-    def hidden(
-        self, token_ids_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
-    ) -> jax.Array:
+    def hidden(self, token_ids_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
         """[B, T, D]: hidden states after the final norm. Tokens see earlier tokens of their own segment."""
         x, _ = self._full(token_ids_BT, positions_BT, segment_ids_BT, keep=False)
         return x

@@ -153,15 +153,16 @@ def _check(
     if set(table) != set(shapes):
         raise ModelError(f"the family's table and the decoder disagree on {sorted(set(table) ^ set(shapes))}")
     expected: dict[str, tuple[int, ...]] = {}
+    user: dict[str, str] = {}
     for path, entry in table.items():
         for name, shape in _stored(entry, shapes[path].shape, c):
             if name in expected:
-                raise ModelError(f"the family's table uses {name} twice, once for {path}")
-            expected[name] = shape
+                raise ModelError(f"the family's table uses {name} twice, for {user[name]} and {path}")
+            expected[name], user[name] = shape, path
     names = {n for n in files.names() if not n.endswith("rotary_emb.inv_freq")}
     tied = table["embedding"].name
     if c.tie_embeddings and "lm_head.weight" in names:
-        if not np.array_equal(files.read("lm_head.weight"), files.read(tied)):
+        if tied in names and not np.array_equal(files.read("lm_head.weight"), files.read(tied)):
             raise ModelError(f"{folder}: lm_head.weight differs from {tied}, but config.json ties them")
         names.remove("lm_head.weight")
     problems = [f"missing: {n}" for n in sorted(set(expected) - names)]
@@ -283,7 +284,8 @@ def save(
     if not writer:
         return
     _name_files(partial, files)
-    _write_json(partial / "config.json", {**hf, "dtype": dtype})
+    old_spelling = {"torch_dtype": dtype} if "torch_dtype" in hf else {}
+    _write_json(partial / "config.json", {**hf, "dtype": dtype, **old_spelling})
     _write_json(partial / "generation_config.json", dict(generation))
     for name in TOKENIZER_FILES:
         if tokenizer_folder is not None and (tokenizer_folder / name).exists():

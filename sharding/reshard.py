@@ -26,19 +26,27 @@ from jaxrl_llm.sharding.mesh import ShardingError
 def checksum(tree: Any) -> jax.Array:
     """uint32 []: a checksum of all bits of all arrays that depends on their places but on no layout.
 
-    Integer arithmetic modulo 2^32 is associative, so every mesh computes the same value; weighing each
-    element by its own odd number and each array by its index makes swapped elements and arrays show.
+    Integer arithmetic modulo 2^32 is associative, so every mesh computes the same value; mixing each
+    element's bits with its own place, and with its array's index, makes swapped elements and arrays show.
     """
     total = jnp.uint32(0)
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         width = jnp.dtype(leaf.dtype).itemsize
         bits = jax.lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width])
-        weights = jnp.uint32(2 * i + 1)
+        place = jnp.uint32(2 * i + 1)
         for dim, size in enumerate(leaf.shape):
-            place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, dim)
-            weights = weights * jnp.uint32(size | 1) + jnp.uint32(2) * place
-        total += jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
+            index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, dim)
+            place = place * jnp.uint32(size | 1) + jnp.uint32(2) * index
+        total += jnp.sum(_mixed(bits.astype(jnp.uint32) + place), dtype=jnp.uint32)
     return total
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    # The finalizer of MurmurHash3: one to one, so that no single change is lost, and not linear: a sum of
+    # bits weighed by places misses x and -x changing places, for 2^31 times any even number is 0.
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def verify(tree: Any, expected: int, what: str = "parameters") -> None:
@@ -62,9 +70,14 @@ class Reshard:
         moves = [_moved(leaf, target, dt) for leaf, target, dt in zip(leaves, targets, dtypes, strict=True)]
         self.received_bytes = sum(needed for needed, _ in moves)
         self.lower_bound_bytes = sum(missing for _, missing in moves)
-        same_devices = {d for leaf in leaves for d in leaf.sharding.device_set} == {
-            d for target in targets for d in target.device_set
+        # One jit can only span layouts that list the same devices in the same order.
+        orders = {
+            tuple(sharding.devices_indices_map(tuple(leaf.shape)))
+            for leaf, target in zip(leaves, targets, strict=True)
+            for sharding in (leaf.sharding, target)
         }
+        self._one_program = len(orders) == 1
+        self._donate = donate
 
         def cast(tree: Any) -> tuple[Any, jax.Array]:
             out = jax.tree.map(lambda leaf: leaf.astype(dtype or leaf.dtype), tree)
@@ -72,16 +85,18 @@ class Reshard:
 
         self._cast = jax.jit(
             cast,
-            out_shardings=(shardings, None) if same_devices else None,
+            out_shardings=(shardings, None) if self._one_program else None,
             donate_argnums=(0,) if donate else (),
         )
-        self._same_devices = same_devices
 
     def __call__(self, tree: Any) -> tuple[Any, int]:
         """The tree in its new layout, and the checksum that the receiver must find."""
         out, total = self._cast(tree)
-        if not self._same_devices:
+        if not self._one_program:
             out = jax.device_put(out, self._shardings)
+        if self._donate:  # jit keeps donated buffers that no output can use, such as those of another dtype
+            for leaf in jax.tree.leaves(tree):
+                leaf.delete()
         return out, int(total)
 
 
@@ -97,8 +112,7 @@ def _moved(leaf: Any, target: Sharding, dtype: Any) -> tuple[int, int]:
         overlap = 0
         if device in have:
             overlap = math.prod(
-                max(0, min(a[1], b[1]) - max(a[0], b[0]))
-                for a, b in zip(box, _box(have[device], shape), strict=True)
+                max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(box, _box(have[device], shape), strict=True)
             )
         needed += size
         missing += size - overlap

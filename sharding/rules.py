@@ -49,9 +49,7 @@ INFERENCE: Rules = {
 _REPLICATED_IF_UNEVEN = {"kv_heads"}
 
 
-def partition_spec(
-    name: str, shape: Sequence[int], dims: Sequence[str], rules: Rules, mesh: Mesh
-) -> PartitionSpec:
+def partition_spec(name: str, shape: Sequence[int], dims: Sequence[str], rules: Rules, mesh: Mesh) -> PartitionSpec:
     """The PartitionSpec of tensor `name` with the given shape and dimension names.
 
     Raises ShardingError, naming tensor, dimension and axis, for a name that the table lacks, a dimension that the axis
@@ -74,17 +72,13 @@ def partition_spec(
                 )
             axes = ()
         if used & set(axes):
-            raise ShardingError(
-                f"{name}: mesh axis {sorted(used & set(axes))[0]!r} would cut two dimensions of {dims}"
-            )
+            raise ShardingError(f"{name}: mesh axis {sorted(used & set(axes))[0]!r} would cut two dimensions of {dims}")
         used |= set(axes)
         spec.append(axes[0] if len(axes) == 1 else axes or None)
     return PartitionSpec(*spec)
 
 
-def named_sharding(
-    name: str, shape: Sequence[int], dims: Sequence[str], rules: Rules, mesh: Mesh
-) -> NamedSharding:
+def named_sharding(name: str, shape: Sequence[int], dims: Sequence[str], rules: Rules, mesh: Mesh) -> NamedSharding:
     """`partition_spec` on its mesh."""
     return NamedSharding(mesh, partition_spec(name, shape, dims, rules, mesh))
 

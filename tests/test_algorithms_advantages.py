@@ -98,9 +98,7 @@ def test_equal_rewards_give_zero_without_epsilon_too():
 @pytest.mark.parametrize("missing", [0.0, 1e30, np.nan, np.inf])
 def test_a_sample_without_reward_counts_for_nothing(missing):
     rewards, valid = [1, 0, missing, 1], [True, True, False, True]
-    np.testing.assert_allclose(
-        of(centred, rewards, [0] * 4, valid), [1 / 3, -2 / 3, 0, 1 / 3], rtol=1e-6, atol=1e-7
-    )
+    np.testing.assert_allclose(of(centred, rewards, [0] * 4, valid), [1 / 3, -2 / 3, 0, 1 / 3], rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(
         of(grpo, rewards, [0] * 4, valid, epsilon=0.0),
         [0.577350269, -1.154700538, 0, 0.577350269],
@@ -161,9 +159,7 @@ def test_advantages_move_with_their_samples(rows, order):
     order = np.array(order)
     for function in (compiled_grpo, compiled_rloo):
         moved = function(rewards[order], groups[order], valid[order])
-        np.testing.assert_allclose(
-            moved, np.asarray(function(rewards, groups, valid))[order], rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(moved, np.asarray(function(rewards, groups, valid))[order], rtol=1e-5, atol=1e-6)
 
 
 @few_examples
@@ -214,9 +210,7 @@ def test_whitening_by_row_uses_the_row_own_statistics():
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_whitening_uses_the_statistics_of_the_whole_batch(shape, ddof, expected):
     values = jnp.array([1.0, 2, 5, 8]).reshape(shape)
-    np.testing.assert_allclose(
-        compiled_whiten(values, jnp.ones(shape), ddof=ddof).ravel(), expected, rtol=1e-6
-    )
+    np.testing.assert_allclose(compiled_whiten(values, jnp.ones(shape), ddof=ddof).ravel(), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("masked", [100.0, np.nan, np.inf])
@@ -228,8 +222,6 @@ def test_whitening_leaves_masked_places_out_and_at_zero(masked):
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "mask"), [([5.0, 7.0], [1, 0]), ([0.7, 0.7, 0.7], [1, 1, 1]), ([1.0], [0])]
-)
+@pytest.mark.parametrize(("values", "mask"), [([5.0, 7.0], [1, 0]), ([0.7, 0.7, 0.7], [1, 1, 1]), ([1.0], [0])])
 def test_whitening_without_spread_gives_zeros(values, mask):
     np.testing.assert_array_equal(compiled_whiten(jnp.array(values), jnp.array(mask)), np.zeros(len(values)))

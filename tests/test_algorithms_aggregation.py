@@ -144,9 +144,7 @@ def test_token_mean_over_two_devices_is_that_of_one():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "JAX_PLATFORMS": "cpu",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["2", "2.0", "2.0"], done.stderr
 
 

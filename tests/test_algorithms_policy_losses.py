@@ -43,8 +43,7 @@ def test_vanilla_agrees_with_verl(case, layout, compiled, dtype):
     with precision(dtype):
         mask, ids = jnp.asarray(tokens.mask), jnp.asarray(tokens.sequence_ids)
         inputs = [
-            jnp.asarray(tokens.place(x, dtype))
-            for x in (batch["logprobs"], batch["old_logprobs"], case["advantages"])
+            jnp.asarray(tokens.place(x, dtype)) for x in (batch["logprobs"], batch["old_logprobs"], case["advantages"])
         ]
         weights = weights_of(mode, mask, ids, num_sequences=NUM_SEQUENCES, length_norm=width)
         if mode == "seq-mean-token-mean":
@@ -128,9 +127,7 @@ def test_masked_and_padding_tokens_cannot_poison_loss_or_gradient(name, poison):
     poisoned = jnp.array([-1.0, poison, -2, poison])
 
     def total(logprobs, others):
-        loss = POLICY_LOSSES[name](
-            logprobs, others * 0.9, others, mask, sequence_ids=ids, num_sequences=1, **constants
-        )
+        loss = POLICY_LOSSES[name](logprobs, others * 0.9, others, mask, sequence_ids=ids, num_sequences=1, **constants)
         return loss.token_loss.sum(), loss
 
     (_, loss), gradient = jax.value_and_grad(total, has_aux=True)(poisoned, poisoned)
@@ -153,9 +150,7 @@ def test_metrics_of_micro_batches_add_up_to_those_of_the_whole():
 
 def test_bfloat16_logprobs_give_a_float32_loss():
     half = jnp.array([-1.0, -2.0], jnp.bfloat16)
-    loss = vanilla(
-        half, half, half, jnp.ones(2), sequence_ids=jnp.zeros(2, jnp.int32), num_sequences=1, **CLIP
-    )
+    loss = vanilla(half, half, half, jnp.ones(2), sequence_ids=jnp.zeros(2, jnp.int32), num_sequences=1, **CLIP)
     assert loss.token_loss.dtype == jnp.float32
     assert {part.dtype for part in jax.tree.leaves(loss.metrics)} == {jnp.dtype("float32")}
 

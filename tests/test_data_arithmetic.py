@@ -6,9 +6,9 @@ from jaxrl_llm.types import UserError
 
 def test_a_spec_always_gives_the_same_rows():
     assert generate("arithmetic:op=+,min=0,max=99,count=3,seed=0") == [
-        {"prompt": "11+63=", "answer": "74", "data_source": "arithmetic"},
-        {"prompt": "91+68=", "answer": "159", "data_source": "arithmetic"},
-        {"prompt": "65+6=", "answer": "71", "data_source": "arithmetic"},
+        {"prompt": "11+63=", "answer": "74", "response": "74", "data_source": "arithmetic"},
+        {"prompt": "91+68=", "answer": "159", "response": "159", "data_source": "arithmetic"},
+        {"prompt": "65+6=", "answer": "71", "response": "71", "data_source": "arithmetic"},
     ]
 
 
@@ -43,9 +43,7 @@ def test_train_and_test_share_no_problem_and_together_are_the_space(seeds):
 def test_a_problem_is_in_the_same_split_whatever_the_range_and_wording():
     test = {row["prompt"] for row in generate("arithmetic:max=99,split=test,count=900")}
     train = generate("arithmetic:max=9,split=train,count=50,chat=true")
-    spelled = {
-        row["prompt"][0]["content"].removeprefix("What is ").split("?")[0].replace(" ", "") for row in train
-    }
+    spelled = {row["prompt"][0]["content"].removeprefix("What is ").split("?")[0].replace(" ", "") for row in train}
     assert len(spelled) == 50
     assert not {f"{problem}=" for problem in spelled} & test
 
@@ -101,3 +99,14 @@ def _most(spec: str) -> int:
     with pytest.raises(UserError) as caught:
         generate(f"{spec},count=1000000")
     return int(str(caught.value).split("only ")[1].split()[0])
+
+
+def test_mistakes_are_in_the_demonstrations_only_and_in_one_digit():
+    right = generate("arithmetic:op=+-,min=0,max=99,count=500")
+    rows = generate("arithmetic:op=+-,min=0,max=99,count=500,mistakes=60")
+    assert [row["answer"] for row in rows] == [row["answer"] for row in right]
+    wrong = [row for row in rows if row["response"] != row["answer"]]
+    assert 250 < len(wrong) < 350
+    for row in wrong:
+        assert len(row["response"]) == len(row["answer"])
+        assert sum(a != b for a, b in zip(row["response"], row["answer"], strict=True)) == 1

@@ -148,9 +148,7 @@ def test_a_template_that_refuses_is_quoted_with_the_row(tmp_path):
     template = "{{ raise_exception('no system role here') }}"
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, template=template))
     message = message_of(render, tokenizer, USER, "S", place="a.jsonl, row 4")
-    assert message.startswith(
-        "a.jsonl, row 4: the chat template refused messages with the roles system, user"
-    )
+    assert message.startswith("a.jsonl, row 4: the chat template refused messages with the roles system, user")
     assert "no system role here" in message
 
 

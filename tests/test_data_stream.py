@@ -123,8 +123,7 @@ def test_empty_prompts_and_demonstrations_are_counted_apart(load):
     assert prompts.counts == {"rows": 8, "kept": 1, "too_long": 2, "empty": 5}
     assert prompts[0].row == 7
     assert prompts.describe() == (
-        "8 rows, 1 kept, 2 too long, 5 empty; longest prompt 7 tokens, limit 4; "
-        "longest response 8 tokens, limit 4"
+        "8 rows, 1 kept, 2 too long, 5 empty; longest prompt 7 tokens, limit 4; longest response 8 tokens, limit 4"
     )
 
 
@@ -143,9 +142,7 @@ def test_overlong_error_names_the_row_the_length_and_the_limit(load):
     assert "train.jsonl, row 2: the prompt has 5 tokens, over data.max_prompt_length=4" in message
     rows = [{"prompt": "a", "response": "abcd"}]
     options = {"answer_key": None, "response_key": "response", "overlong": "error", "max_response_length": 4}
-    assert "row 1: the response has 5 tokens, over data.max_response_length=4" in message_of(
-        load, rows, **options
-    )
+    assert "row 1: the response has 5 tokens, over data.max_response_length=4" in message_of(load, rows, **options)
     assert "drop, error, got 'cut'" in message_of(load, rows, overlong="cut")
 
 
@@ -163,9 +160,7 @@ def test_missing_columns_are_named_with_the_nearest_one(load):
     assert "row 2 has no column 'answer'; columns: prompt. Set data.answer_key" in message_of(load, rows)
     assert len(load(rows, answer_key=None)) == 2
     assert "no column 'reply'" in message_of(load, rows, answer_key=None, response_key="reply")
-    assert "row 1: the answer in column 'answer' is empty" in message_of(
-        load, [{"prompt": "a", "answer": None}]
-    )
+    assert "row 1: the answer in column 'answer' is empty" in message_of(load, [{"prompt": "a", "answer": None}])
 
 
 def test_limit_takes_the_first_rows_of_all_paths_together(load, tokenizer, tmp_path):
@@ -304,9 +299,7 @@ def test_a_batch_larger_than_the_data_needs_carry(numbered):
     stream = PromptStream(numbered(3), batch_size=4, seed=0, remainder="carry")
     order = [row for batch in take(stream, 3) for row in batch]
     assert [sorted(order[start : start + 3]) for start in range(0, 12, 3)] == [[0, 1, 2]] * 4
-    assert "drop, carry, got 'keep'" in message_of(
-        PromptStream, numbered(3), batch_size=1, seed=0, remainder="keep"
-    )
+    assert "drop, carry, got 'keep'" in message_of(PromptStream, numbered(3), batch_size=1, seed=0, remainder="keep")
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(10, [4, 4, 2]), (8, [4, 4]), (3, [3])])

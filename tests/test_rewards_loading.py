@@ -64,9 +64,7 @@ def test_a_relative_path_is_resolved_once_and_for_all(reward_file, tmp_path, mon
 
 
 def test_a_file_is_imported_once_and_under_a_name_of_its_own(reward_file, tmp_path):
-    text = (
-        "import pathlib\nwith open({log!r}, 'a') as f: f.write('x')\ndef a(): return 1\ndef b(): return 2\n"
-    )
+    text = "import pathlib\nwith open({log!r}, 'a') as f: f.write('x')\ndef a(): return 1\ndef b(): return 2\n"
     log = tmp_path / "log"
     first = reward_file(text.format(log=str(log)), "json.py")
     assert load(f"{first}:a")({**SAMPLE}) == 1
@@ -88,9 +86,7 @@ def test_a_missing_file_is_refused_with_its_full_path(tmp_path):
 
 
 def test_a_missing_function_is_refused_with_the_public_ones(reward_file):
-    path = reward_file(
-        "import os\nfrom math import sqrt\ndef score(): ...\ndef other(): ...\ndef _own(): ...\n"
-    )
+    path = reward_file("import os\nfrom math import sqrt\ndef score(): ...\ndef other(): ...\ndef _own(): ...\n")
     text = refusal(f"{path}:scor")
     assert "did you mean 'score'" in text
     assert text.endswith("expected other, score")

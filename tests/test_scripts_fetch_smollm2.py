@@ -250,6 +250,4 @@ def test_missing_gguf_package_is_one_line_that_says_what_to_install():
     program = f"import runpy, sys; sys.modules['gguf'] = None; runpy.run_path({str(SCRIPT)!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        "fetch_smollm2: the Python package gguf is missing; run: pip install gguf"
-    ]
+    assert done.stderr.splitlines() == ["fetch_smollm2: the Python package gguf is missing; run: pip install gguf"]

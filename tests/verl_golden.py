@@ -23,9 +23,7 @@ NUM_GROUPS = 4
 _WIDTH = 10
 _PACKED_SHAPE = (4, 16)
 
-BATCHES = {
-    name: {key: np.array(value) for key, value in batch.items()} for name, batch in _FILE["batches"].items()
-}
+BATCHES = {name: {key: np.array(value) for key, value in batch.items()} for name, batch in _FILE["batches"].items()}
 
 
 def cases(kind: str, *names: str) -> list:
@@ -37,9 +35,7 @@ def cases(kind: str, *names: str) -> list:
 
 def _id(case: dict) -> str:
     parts = [case["name"], case.get("aggregation"), *case["params"].values(), case["batch"]]
-    return "-".join(str(part) for part in parts if part is not None) + "-is" * case.get(
-        "use_is_weights", False
-    )
+    return "-".join(str(part) for part in parts if part is not None) + "-is" * case.get("use_is_weights", False)
 
 
 class Layout(NamedTuple):

@@ -40,9 +40,7 @@ def grpo(
     if not normalize_by_std:
         return advantages_S
     squares_S = jnp.where(count_S > 1, advantages_S**2, 0)
-    squares_S = segments.to_tokens(
-        segments.sequence_sum(squares_S, valid_S, group_ids_S, num_groups), group_ids_S
-    )
+    squares_S = segments.to_tokens(segments.sequence_sum(squares_S, valid_S, group_ids_S, num_groups), group_ids_S)
     std_S = jnp.sqrt(squares_S / jnp.maximum(count_S - 1, 1))
     return advantages_S / (jnp.where(std_S > 0, std_S, 1) + epsilon)
 

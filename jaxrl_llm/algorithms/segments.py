@@ -31,9 +31,7 @@ def sequence_lengths(mask: jax.Array, sequence_ids: jax.Array, num_sequences: in
     return jax.ops.segment_sum(ones.ravel(), sequence_ids.ravel(), num_sequences).astype(jnp.int32)
 
 
-def sequence_sum(
-    values: jax.Array, mask: jax.Array, sequence_ids: jax.Array, num_sequences: int
-) -> jax.Array:
+def sequence_sum(values: jax.Array, mask: jax.Array, sequence_ids: jax.Array, num_sequences: int) -> jax.Array:
     """Sum of each sequence's values at the tokens in `mask`.
 
     Args:
@@ -50,9 +48,7 @@ def sequence_sum(
     return jax.ops.segment_sum(kept.ravel(), sequence_ids.ravel(), num_sequences)
 
 
-def sequence_mean(
-    values: jax.Array, mask: jax.Array, sequence_ids: jax.Array, num_sequences: int
-) -> jax.Array:
+def sequence_mean(values: jax.Array, mask: jax.Array, sequence_ids: jax.Array, num_sequences: int) -> jax.Array:
     """Mean over the tokens in `mask`; otherwise as `sequence_sum`. 0 for a sequence without tokens."""
     total_S = sequence_sum(values, mask, sequence_ids, num_sequences)
     lengths_S = sequence_lengths(mask, sequence_ids, num_sequences)

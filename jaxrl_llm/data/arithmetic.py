@@ -5,8 +5,9 @@ A spec stands wherever a data file's path can stand:
     arithmetic:op=+,min=0,max=99,count=1000,seed=0
 
 Keys, all optional: `op` (one or more of + - *, chosen evenly), `min` and `max` (operands, both included),
-`terms` (operands in a problem), `count` (rows), `seed`, `split` (all, train or test) and `chat` (true asks in
-words, as a message list, for models with a chat template).
+`terms` (operands in a problem), `count` (rows), `seed`, `split` (all, train or test), `chat` (true asks in
+words, as a message list, for models with a chat template) and `mistakes` (how many in a hundred demonstrations
+have one wrong digit).
 
 Problems are distinct and drawn without replacement. A fixed hash of the problem sends one in ten to the test
 split, whatever the other keys are, so train and test never share a problem.
@@ -39,6 +40,7 @@ class Spec:
     seed: int = 0
     split: str = "all"
     chat: bool = False
+    mistakes: int = 0
 
     @property
     def space(self) -> int:
@@ -58,9 +60,10 @@ class Spec:
 
 
 def generate(spec: str) -> list[dict[str, Any]]:
-    """Rows `{"prompt": "12+7=", "answer": "19", "data_source": "arithmetic"}` for a spec string.
+    """Rows `{"prompt": "12+7=", "answer": "19", "response": "19", "data_source": "arithmetic"}` for a spec string.
 
-    With `chat=true` the prompt is one user message that asks for the number in words.
+    With `chat=true` the prompt is one user message that asks for the number in words. `response` is a demonstration,
+    wrong in some rows with `mistakes`; `answer` is always right.
 
     Raises:
         UserError: unknown key, bad value, or more problems asked for than there are distinct ones.
@@ -97,6 +100,7 @@ def parse(spec: str) -> Spec:
         (parsed.min > parsed.max, f"min={parsed.min} is above max={parsed.max}"),
         (parsed.terms < 2, f"terms={parsed.terms} must be 2 or more"),
         (parsed.count < 1, f"count={parsed.count} must be 1 or more"),
+        (not 0 <= parsed.mistakes <= 100, f"mistakes={parsed.mistakes} must be from 0 to 100"),
         (parsed.split not in ("all", "train", "test"), f"split={parsed.split} must be all, train or test"),
     ):
         if wrong:
@@ -115,6 +119,7 @@ def _value(spec: str, key: str, text: str, kind: type) -> Any:
 
 
 def _rows(spec: Spec) -> Iterator[dict[str, Any]]:
+    slips = random.Random(f"mistakes {spec.seed}")
     for index in _shuffled(spec.space, random.Random(spec.seed)):
         numbers, ops = spec.problem(index)
         problem = _spell(numbers, ops, gap="")
@@ -124,7 +129,17 @@ def _rows(spec: Spec) -> Iterator[dict[str, Any]]:
         if spec.chat:
             question = f"What is {_spell(numbers, ops, gap=' ')}? Answer with the number only."
             prompt = [{"role": "user", "content": question}]
-        yield {"prompt": prompt, "answer": str(_solve(numbers, ops)), "data_source": "arithmetic"}
+        answer = str(_solve(numbers, ops))
+        wrong = slips.randrange(100) < spec.mistakes
+        response = _with_slip(answer, slips) if wrong else answer
+        yield {"prompt": prompt, "answer": answer, "response": response, "data_source": "arithmetic"}
+
+
+def _with_slip(answer: str, rng: random.Random) -> str:
+    """The answer with one digit replaced by another."""
+    place = rng.choice([i for i, character in enumerate(answer) if character.isdigit()])
+    digit = rng.choice([d for d in "0123456789" if d != answer[place]])
+    return f"{answer[:place]}{digit}{answer[place + 1 :]}"
 
 
 def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
@@ -144,8 +159,7 @@ def _split(problem: str) -> str:
 
 def _spell(numbers: list[int], ops: list[str], gap: str) -> str:
     rest = (
-        f"{gap}{op}{gap}{number if number >= 0 else f'({number})'}"
-        for op, number in zip(ops, numbers[1:], strict=True)
+        f"{gap}{op}{gap}{number if number >= 0 else f'({number})'}" for op, number in zip(ops, numbers[1:], strict=True)
     )
     return f"{numbers[0]}{''.join(rest)}"
 

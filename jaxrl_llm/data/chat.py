@@ -104,9 +104,7 @@ def render(
         )
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise UserError(
-            f"{place}: the chat template refused messages with the roles {roles}: {error}"
-        ) from error
+        raise UserError(f"{place}: the chat template refused messages with the roles {roles}: {error}") from error
     assert isinstance(text, str)  # tokenize=False
     return text, _encode(tokenizer, text, place)
 
@@ -140,14 +138,10 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: M
 def _load_local(folder: Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).exists() for name in VOCABULARY_FILES):
         names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
-        raise UserError(
-            f"folder {folder} holds no tokenizer: expected {' or '.join(VOCABULARY_FILES)}, found {names}"
-        )
+        raise UserError(f"folder {folder} holds no tokenizer: expected {' or '.join(VOCABULARY_FILES)}, found {names}")
     config = folder / "tokenizer_config.json"
     try:
-        named = (
-            json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") if config.exists() else None
-        )
+        named = json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") if config.exists() else None
         # AutoTokenizer would put the class of config.json's model_type in place of this one, and that class
         # rebuilds the pre-tokenizer: the same file then encodes differently, or to nothing.
         general = named in ("PreTrainedTokenizerFast", PreTrainedTokenizerFast.__name__)
@@ -161,8 +155,7 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     """Checked copies of a row's messages, without the empty fields that Parquet adds."""
     if not isinstance(value, list | tuple) or not value:
         raise UserError(
-            f"{place}: a prompt must be a string or a list of messages, got {type(value).__name__} "
-            f"{value!r:.60}"
+            f"{place}: a prompt must be a string or a list of messages, got {type(value).__name__} {value!r:.60}"
         )
     messages = []
     for number, message in enumerate(value, start=1):
@@ -200,11 +193,7 @@ def _transcript(messages: list[dict[str, Any]]) -> str:
 def _plain(tokenizer: PreTrainedTokenizerBase, text: str, place: str) -> tuple[str, np.ndarray]:
     """Text outside any template: BOS as the tokenizer would put it, unless the text already spells it."""
     ids, bos = _encode(tokenizer, text, place), tokenizer.bos_token
-    if (
-        isinstance(bos, str)
-        and not text.startswith(bos)
-        and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
-    ):
+    if isinstance(bos, str) and not text.startswith(bos) and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
         # Not by encoding BOS + text: behind a spelled-out BOS some tokenizers cut the first word otherwise.
         return bos + text, np.concatenate([np.asarray([tokenizer.bos_token_id], np.int32), ids])
     return text, ids
@@ -214,8 +203,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, place: str) -> np.nda
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{place}: character {error.start + 1} is half of a surrogate pair, not text"
-        ) from None
+        raise UserError(f"{place}: character {error.start + 1} is half of a surrogate pair, not text") from None
     # verbose=False: lengths are checked against the run's own limits, not against model_max_length.
     return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=np.int32)

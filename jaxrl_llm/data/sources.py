@@ -49,9 +49,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
             try:
                 line = raw.decode("utf-8-sig").rstrip("\r\n")
             except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{place}: byte {error.start + 1} is not UTF-8 text ({error.reason})"
-                ) from None
+                raise UserError(f"{place}: byte {error.start + 1} is not UTF-8 text ({error.reason})") from None
             if not line.strip():
                 continue
             try:
@@ -103,8 +101,7 @@ def _saved_dataset(folder: Path) -> list[Row]:
     if (folder / "dataset_dict.json").exists():
         splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
         raise UserError(
-            f"{folder} holds several splits ({', '.join(splits)}); give one of them, for example "
-            f"{folder / splits[0]}"
+            f"{folder} holds several splits ({', '.join(splits)}); give one of them, for example {folder / splits[0]}"
         )
     if not (folder / "dataset_info.json").exists() or not (folder / "state.json").exists():
         names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
@@ -116,8 +113,7 @@ def _saved_dataset(folder: Path) -> list[Row]:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"reading the dataset folder {folder} needs Hugging Face datasets: "
-            "pip install 'jaxrl-llm[datasets]'"
+            f"reading the dataset folder {folder} needs Hugging Face datasets: pip install 'jaxrl-llm[datasets]'"
         ) from error
     if not json.loads((folder / "state.json").read_text())["_data_files"]:
         return []  # written by an empty dataset; load_from_disk fails on it

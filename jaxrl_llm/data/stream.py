@@ -120,9 +120,7 @@ def load_prompts(
             longest_response = max(longest_response, len(response_ids))
         excess = _excess(ids, response_ids, max_prompt_length, max_response_length)
         if excess and overlong == "error":
-            raise UserError(
-                f"{place}: {excess}; raise that limit, or leave such rows out: data.overlong='drop'"
-            )
+            raise UserError(f"{place}: {excess}; raise that limit, or leave such rows out: data.overlong='drop'")
         if excess or not len(ids):
             counts["too_long" if excess else "empty"] += 1
             continue
@@ -285,9 +283,7 @@ def _answer(row: sources.Row, key: str, place: str) -> Any:
 
 def _nothing_left(paths: Sequence[str], prompts: Prompts) -> UserError:
     keys = "data.max_prompt_length" + (" or data.max_response_length" if prompts.longest_response else "")
-    return UserError(
-        f"no row of {', '.join(paths)} is left: {prompts.describe()}; if rows are too long, raise {keys}"
-    )
+    return UserError(f"no row of {', '.join(paths)} is left: {prompts.describe()}; if rows are too long, raise {keys}")
 
 
 def _blank(value: Any) -> bool:

@@ -122,9 +122,7 @@ def _true_number(ground_truth: Any) -> Decimal:
     text = _true_text(ground_truth)
     number = _last_number(_MARKED_NUMBER, text) if "####" in text else _as_number(text)
     if number is None:
-        raise ValueError(
-            f"expected a number or a text with `#### <number>` as ground truth, got {text[:100]!r}"
-        )
+        raise ValueError(f"expected a number or a text with `#### <number>` as ground truth, got {text[:100]!r}")
     return number
 
 

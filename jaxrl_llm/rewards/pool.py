@@ -83,8 +83,7 @@ class RewardPool:
         """
         with self._lock:
             scored = [
-                self._scored(rollout, *result)
-                for rollout, result in zip(rollouts, self._run(rollouts), strict=True)
+                self._scored(rollout, *result) for rollout, result in zip(rollouts, self._run(rollouts), strict=True)
             ]
             self._report_failures(scored)
             self._check_weights(scored)
@@ -102,9 +101,7 @@ class RewardPool:
         self.close()
 
     @staticmethod
-    def _check_names(
-        functions: Sequence[str], names: Sequence[str], kwargs: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    def _check_names(functions: Sequence[str], names: Sequence[str], kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         if not functions:
             raise UserError("reward pool: expected at least one reward function, got none")
         for name in names:

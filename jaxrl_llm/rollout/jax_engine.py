@@ -24,7 +24,7 @@ from jaxrl_llm.models.decoder import Cache, Model
 from jaxrl_llm.rollout.engine import Request, Sampling
 from jaxrl_llm.rollout.sampling import Filters, sample
 from jaxrl_llm.sharding import reshard
-from jaxrl_llm.sharding.rules import INFERENCE, named_sharding
+from jaxrl_llm.sharding.rules import INFERENCE, named_sharding, replicated
 from jaxrl_llm.types import Rollout, UserError
 
 
@@ -90,12 +90,20 @@ class JaxEngine:
         dims = ("layers", "batch", "kv_heads", "length", "head_dim")
         self._cache_shape = shape
         self._cache_sharding = named_sharding("cache", shape, dims, INFERENCE, mesh)
+        # Stated, so that the cache keeps its layout from call to call and nothing is compiled twice.
+        caches, self._everywhere = Cache(self._cache_sharding, self._cache_sharding), replicated(mesh)
         self._prefill = jax.jit(partial(_prefill, model))
-        self._admit = jax.jit(partial(_admit, self._eos), static_argnames="filtered", donate_argnums=(0, 1))
+        self._admit = jax.jit(
+            partial(_admit, self._eos),
+            static_argnames="filtered",
+            donate_argnums=(0, 1),
+            out_shardings=(caches, self._everywhere, self._everywhere),
+        )
         self._dispatch = jax.jit(
             partial(_dispatch, model, self._eos, self._steps),
             static_argnames=("view", "filtered"),
             donate_argnums=(1, 2),
+            out_shardings=(caches, *[self._everywhere] * 4),
         )
 
     def load(self, params: Any, version: int, checksum: int) -> None:
@@ -152,13 +160,8 @@ class _Job:
         self._done: list[Rollout | None] = [None] * len(requests)
         self._prefix = _Prefix(Cache(jnp.zeros(()), jnp.zeros(())), jnp.zeros(()), {})
         S = engine._slots
-        self._slots = Slots(
-            jnp.zeros(S, jnp.int32),
-            jnp.zeros(S, jnp.int32),
-            jnp.zeros(S, jnp.int32),
-            jnp.zeros(S, bool),
-            jnp.zeros(S, jnp.uint32),
-        )
+        dtypes = Slots(np.int32, np.int32, np.int32, np.bool_, np.uint32)
+        self._slots = Slots(*(jax.device_put(np.zeros(S, dtype), engine._everywhere) for dtype in dtypes))
         self._filters = Filters(
             jnp.float32(sampling.temperature),
             jnp.int32(sampling.top_k),
@@ -206,8 +209,15 @@ class _Job:
         columns[0] = engine._slots  # out of range: dropped
         for i, (slot, run) in enumerate(batch):
             r = run.request
-            columns[:, i] = slot, self._prefix.index[r.prompt.uid], len(r.prompt.token_ids), r.max_tokens, r.seed
+            columns[:, i] = (
+                slot,
+                self._prefix.index[r.prompt.uid],
+                len(r.prompt.token_ids),
+                r.max_tokens,
+                r.seed,
+            )
             self.running[slot] = run
+            self._killed[slot] = False
         slot, place, length, budget = columns[:4].astype(np.int32)
         engine._cache, self._slots, logprobs = engine._admit(
             engine._cache,
@@ -273,7 +283,10 @@ class _Job:
         text = decode(tokens)
         if not any(stop in text for stop in self.sampling.stop):
             return None
-        low, high = 1, len(tokens)  # the text grows with the tokens: find the first count that has a stop string
+        low, high = (
+            1,
+            len(tokens),
+        )  # the text grows with the tokens: find the first count that has a stop string
         while low < high:
             middle = (low + high) // 2
             if any(stop in decode(tokens[:middle]) for stop in self.sampling.stop):

@@ -51,7 +51,9 @@ def keep(scaled_SV: jax.Array, filters: Filters) -> jax.Array:
     ranked = jnp.where(rank < jnp.where(filters.top_k == 0, V, filters.top_k), ranked, -jnp.inf)
     p = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(p, axis=-1) - p
-    kept = (before < filters.top_p) & (p >= filters.min_p * p[:, :1]) & (p > 0)
+    # In float32 the sum can reach 1 before the last token.
+    reached = (before >= filters.top_p) & (filters.top_p < 1)
+    kept = ~reached & (p >= filters.min_p * p[:, :1]) & (p > 0)
     kept |= rank == 0
     rows = jnp.arange(scaled_SV.shape[0])[:, None]
     return jnp.zeros(scaled_SV.shape, bool).at[rows, order].set(kept)

@@ -12,6 +12,6 @@ tensors = llama.tensors
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Hugging Face MistralConfig, whose key/value heads are 8 where it says nothing."""
+    """Hugging Face MistralConfig, with 8 key/value heads and a window of 4096 where it says nothing."""
     c = llama.config({"num_key_value_heads": 8, **hf})
-    return c.replace(windows=(hf.get("sliding_window"),) * c.num_layers)
+    return c.replace(windows=(hf.get("sliding_window", 4096),) * c.num_layers)

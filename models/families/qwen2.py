@@ -17,12 +17,12 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Per layer: the sliding window, where `layer_types` says so, or from layer `max_window_layers` on."""
-    layers, window = hf["num_hidden_layers"], hf.get("sliding_window")
+    """Per layer: the sliding window (4096 where it says nothing), where `layer_types` says so, or from layer
+    `max_window_layers` on; none at all without `use_sliding_window`."""
+    layers, window = hf["num_hidden_layers"], hf.get("sliding_window", 4096)
     if not hf.get("use_sliding_window", False) or window is None:
         return (None,) * layers
     kinds = hf.get("layer_types") or [
-        "sliding_attention" if i >= hf.get("max_window_layers", 28) else "full_attention"
-        for i in range(layers)
+        "sliding_attention" if i >= hf.get("max_window_layers", 28) else "full_attention" for i in range(layers)
     ]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

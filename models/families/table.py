@@ -40,15 +40,13 @@ def rope(hf: Mapping[str, Any], default_theta: float = 10_000.0) -> Rope:
     theta = float(values.get("rope_theta") or default_theta)
     if kind == "default":
         return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, kind, float(values["factor"]))
-    if kind == "llama3":
-        return Rope(
-            theta,
-            kind,
-            float(values["factor"]),
-            float(values["low_freq_factor"]),
-            float(values["high_freq_factor"]),
-            int(values["original_max_position_embeddings"]),
-        )
-    raise ModelError(f"config.json: rope type {kind!r} is not supported; default, linear and llama3 are")
+    keys = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    if kind not in keys:
+        raise ModelError(f"config.json: rope type {kind!r} is not supported; default, linear and llama3 are")
+    lacking = [key for key in keys[kind] if values.get(key) is None]
+    if lacking:
+        raise ModelError(f"config.json: rope of type {kind!r} lacks {', '.join(lacking)}")
+    return Rope(theta, kind, *(float(values[key]) for key in keys[kind]))

@@ -1,0 +1,200 @@
+import io
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import export
+from jaxrl_llm.assemble import assemble
+from jaxrl_llm.controller import train
+from jaxrl_llm.learner import param_shardings
+from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.config import ModelError
+from jaxrl_llm.models.decoder import build
+from jaxrl_llm.sharding.mesh import ShardingError, make_mesh
+from jaxrl_llm.types import UserError
+
+
+def small(run_dir, recipe="quickstart", **changes):
+    c = configs.load(recipe)
+    c.run_dir = str(run_dir)
+    c.mesh = {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 4}
+    c.data.train = ("arithmetic:count=20,split=train",)
+    c.data.val = ("arithmetic:count=6,split=test",)
+    c.data.train_batch_size = 8
+    c.learner.mini_batch_size = 4
+    c.learner.micro_batch_rows = 2
+    c.rollout.n = 2
+    c.rollout.slots = 8
+    c.rollout.prefill_batch = 4
+    c.reward.workers = 1
+    c.total_steps = 4
+    c.eval.every = 2
+    c.checkpoint.every = 2
+    c.checkpoint.keep_last = 4
+    c.log.tensorboard = False
+    for key, value in changes.items():
+        configs.override(c, key, str(value))
+    return c
+
+
+def run(c):
+    out = io.StringIO()
+    parts = assemble(c, Console(file=out, width=300))
+    with parts.resources:
+        train(parts.run)
+    lines = [json.loads(line) for line in (parts.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return lines, out.getvalue(), jax.device_get(parts.run.pool.state())
+
+
+def comparable(lines):
+    """Without what measures time or this process."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/throughput", "perf/compilations"))}
+        for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("straight")
+    return run_dir, *run(small(run_dir))
+
+
+def test_every_step_is_written_once_under_the_names_of_the_field(straight):
+    run_dir, lines, shown, _ = straight
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert {"val-core/arithmetic/acc/mean@1"} <= set(lines[0]) & set(lines[2]) & set(lines[4])
+    expected = (
+        "actor/pg_loss actor/pg_clipfrac actor/ppo_kl actor/entropy actor/grad_norm actor/lr critic/rewards/mean "
+        "critic/score/mean critic/advantages/mean response_length/mean response_length/clip_ratio prompt_length/mean "
+        "timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/update_actor timing_s/update_weights timing_s/step "
+        "perf/throughput perf/total_num_tokens perf/compilations training/global_step reward/acc/mean reward/failed"
+    )
+    for line in lines[1:]:
+        assert set(expected.split()) <= set(line)
+    assert "step 4/4" in shown
+    assert "20 rows" in shown
+    assert "4 rows left out of each epoch" in shown
+    assert (run_dir / "config.json").exists()
+
+
+def test_sampler_and_learner_agree_on_log_probabilities(straight):
+    _, lines, _, _ = straight
+    assert max(line["training/rollout_logprobs_diff_max"] for line in lines[1:]) < 1e-4
+
+
+def test_nothing_compiles_after_the_first_steps(straight):
+    _, lines, _, _ = straight
+    assert lines[3]["perf/compilations"] == lines[4]["perf/compilations"]
+
+
+def test_a_run_that_stops_and_is_started_again_gives_the_same_metrics_and_weights(straight, tmp_path):
+    _, lines, _, state = straight
+    run(small(tmp_path, total_steps=2))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "actor/loss": 9}\n{"step": 4, "act')  # a step beyond the checkpoint, and half a line
+    resumed, shown, its_state = run(small(tmp_path))
+    assert "resuming after step 2" in shown
+    assert comparable(resumed) == comparable(lines)
+    jax.tree.map(np.testing.assert_array_equal, its_state, state)
+
+
+def test_resuming_can_be_forbidden(straight):
+    run_dir, *_ = straight
+    with pytest.raises(UserError, match=r"checkpoints up to step 4 and config\.checkpoint\.resume is 'never'"):
+        run(small(run_dir, **{"checkpoint.resume": "never"}))
+
+
+def test_a_resume_with_other_data_is_refused_by_name(straight):
+    run_dir, *_ = straight
+    with pytest.raises(UserError, match="seed was 0 and is now 5"):
+        run(small(run_dir, seed=5, total_steps=6))
+
+
+def test_export_is_the_policy_and_loads_as_a_model_folder(straight, tmp_path):
+    run_dir, _, _, state = straight
+    export.run(["--run", str(run_dir), "--out", str(tmp_path / "model"), "--dtype", "float32"])
+    hf = huggingface.read_config(tmp_path / "model")
+    model = build(huggingface.decoder_config(hf))
+    one = make_mesh({}, jax.devices()[:1])
+    params = huggingface.load(tmp_path / "model", model, param_shardings(model, one))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), state.params)
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_sft_learns_the_demonstrations_through_the_same_loop(tmp_path):
+    c = small(tmp_path, "sft_arithmetic", **{"checkpoint.every": 0, "optimizer.warmup_steps": 1, "total_steps": 6})
+    lines, shown, _ = run(c)
+    losses = [line["actor/loss"] for line in lines[1:]]
+    assert losses[-1] < losses[0]
+    assert "val-core/arithmetic/acc/mean@1" in lines[6]
+    assert not {k for line in lines[1:] for k in line if k.startswith(("critic/", "rollout_corr/"))}
+    assert "step 6/6  loss" in shown
+
+
+def test_samples_that_cannot_be_scored_leave_their_group_and_are_counted(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def fn(solution_str, ground_truth, extra_info):\n"
+        "    if len(solution_str) % 2:\n        raise RuntimeError('odd')\n    return 1.0\n"
+    )
+    c = small(tmp_path / "run", **{"reward.functions": f"{tmp_path}/r.py:fn", "total_steps": 1, "eval.every": 0})
+    (line,), _, _ = run(c)
+    assert line["reward/failed"] > 0
+    assert line["critic/rewards/mean"] == 1.0
+    assert line["reward/fn/mean"] == 1.0
+
+
+def command(*argv):
+    return subprocess.run(
+        [sys.executable, "-m", "jaxrl_llm.train", *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_mistakes_on_the_command_line_are_one_message_and_exit_1(tmp_path):
+    done = command("--config", "quickstart", "--config.optimizer.learing_rate=1", f"--config.run_dir={tmp_path / 'r'}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: config.optimizer.learing_rate does not exist; did you mean")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "r").exists()
+
+
+def test_help_names_the_recipes():
+    done = command("--help")
+    assert done.returncode == 0
+    assert "quickstart" in done.stdout
+    assert command().returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("model.path", "/nowhere/model", "model folder '/nowhere/model' does not exist"),
+        ("data.train", "/nowhere/data.jsonl", "/nowhere/data.jsonl"),
+        ("data.max_prompt_length", "3", "data.max_prompt_length"),
+        ("data.max_response_length", "640", "max_position_embeddings"),
+        ("reward.functions", "exact_macth", "did you mean 'exact_match'"),
+        (
+            "learner.micro_batch_rows",
+            "3",
+            "config.learner.micro_batch_rows=3 is not a multiple of the 2 devices",
+        ),
+        ("mesh.fsdp", "3", "there are 8"),
+        ("algorithm.loss", "vanila", "did you mean 'vanilla'"),
+        ("run_dir", "/proc/run", "config.run_dir='/proc/run' cannot be written"),
+    ],
+)
+def test_mistakes_are_refused_before_training(tmp_path, key, value, words):
+    with pytest.raises(ValueError) as error:
+        run(small(tmp_path, **{key: value}))
+    assert isinstance(error.value, (UserError, ModelError, ShardingError))
+    assert words in str(error.value)
