@@ -3,8 +3,9 @@
     python scripts/prepare_gsm8k.py train.jsonl test.jsonl --out data/gsm8k
     python -m jaxrl_llm.train --config grpo_gsm8k --config.model.path=FOLDER
 
-The JSONL files are those of github.com/openai/grade-school-math. Set model.path to any instruction-tuned model of a known
-family (for a try without an accelerator: scripts/fetch_smollm2.py). Sizes suit a 0.5 B model on one accelerator host.
+The JSONL files are those of github.com/openai/grade-school-math. Set model.path to any instruction-tuned model of a
+known family (for a try without an accelerator: scripts/fetch_smollm2.py). Sizes suit a 0.5 B model on one accelerator
+host.
 """
 
 from jaxrl_llm.config import Config

@@ -59,7 +59,7 @@ def model_source(c: Config) -> Source:
     assert tokenizer_folder is not None  # validate() asks for one of them
     tokenizer = chat.load_tokenizer(str(tokenizer_folder))
     generation = huggingface.generation_config(folder, hf)
-    ids = dict.fromkeys((*huggingface.eos_ids(generation, hf), tokenizer.eos_token_id))
+    ids: dict[Any, None] = dict.fromkeys((*huggingface.eos_ids(generation, hf), tokenizer.eos_token_id))
     if len(tokenizer) > hf.get("vocab_size", 0):
         raise UserError(
             f"the tokenizer in {tokenizer_folder} has {len(tokenizer)} tokens, the model's vocabulary only "
@@ -94,8 +94,8 @@ def mesh_of(c: Config) -> Mesh:
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if c.learner.micro_batch_rows % parts:
         raise UserError(
-            f"config.learner.micro_batch_rows={c.learner.micro_batch_rows} is not a multiple of the {parts} devices of the "
-            f"mesh axes data={mesh.shape['data']} and fsdp={mesh.shape['fsdp']}"
+            f"config.learner.micro_batch_rows={c.learner.micro_batch_rows} is not a multiple of the {parts} devices of "
+            f"the mesh axes data={mesh.shape['data']} and fsdp={mesh.shape['fsdp']}"
         )
     return mesh
 
@@ -309,8 +309,8 @@ def _run(
     total_steps: int,
     start: int,
 ) -> controller.Run:
-    """The controller's parts. Here, and only here, tasks differ: SFT reads its rollouts from the data, and gives the engine
-    weights only to measure them."""
+    """The controller's parts. Here, and only here, tasks differ: SFT reads its rollouts from the data, and gives the
+    engine weights only to measure them."""
     sft = c.task == "sft"
 
     def measure(step: int) -> tuple[dict[str, float], list[Scored]]:
@@ -361,8 +361,8 @@ def _resume(c: Config, checkpoints: Checkpoints, pool: LocalPool, stream: Prompt
         return 0
     if c.checkpoint.resume == "never":
         raise UserError(
-            f"{checkpoints.folder} has checkpoints up to step {step} and config.checkpoint.resume is 'never'; choose another "
-            "config.run_dir or set config.checkpoint.resume='auto'"
+            f"{checkpoints.folder} has checkpoints up to step {step} and config.checkpoint.resume is 'never'; choose "
+            "another config.run_dir or set config.checkpoint.resume='auto'"
         )
     state, rest = checkpoints.restore(step, pool.abstract_state())
     pool.restore(state)
@@ -382,4 +382,5 @@ def load_run(run_dir: Path) -> Config:
 def describe_devices(mesh: Mesh) -> str:
     """One line: platform, number of devices, mesh."""
     axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    return f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}, mesh {json.dumps(axes) if axes else 'of one device'}"
+    shape = json.dumps(axes) if axes else "of one device"
+    return f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}, mesh {shape}"

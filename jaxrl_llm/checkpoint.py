@@ -15,8 +15,8 @@ class Checkpoints:
     """The checkpoints of one run, `run_dir/checkpoints/STEP`."""
 
     def __init__(self, run_dir: Path, *, keep_last: int, keep_best: int, best_metric: str):
-        """Keeps the newest `keep_last`, and `keep_best` more by the highest `best_metric` ("" : the first val-core metric
-        given to `save`)."""
+        """Keeps the newest `keep_last`, and `keep_best` more by the highest `best_metric` ("": the first val-core
+        metric given to `save`)."""
         self.folder = run_dir.absolute() / "checkpoints"
         self._best_metric = best_metric
         policies: list[Any] = [ocp.checkpoint_managers.LatestN(keep_last)]
@@ -61,7 +61,8 @@ class Checkpoints:
             )
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise UserError(
-                f"checkpoint {self.folder / str(step)} does not fit this run's model and optimizer, or is damaged: {error}"
+                f"checkpoint {self.folder / str(step)} does not fit this run's model and optimizer, or is "
+                f"damaged: {error}"
             ) from error
         return TrainState(**restored["state"]), restored["rest"]
 

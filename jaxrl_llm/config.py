@@ -1,8 +1,8 @@
 """Reading, overriding, checking and saving configs. Below the commands, nothing sees a ConfigDict.
 
-Every key, with its default and meaning, stands in configs/base.py; a recipe is a Python file whose `get_config()` starts
-from it and changes a few. A key that base.py does not have, or a value of another type than its default, is an error
-that names the full key, whether it comes from a recipe, a saved JSON or the command line.
+Every key, with its default and meaning, stands in configs/base.py; a recipe is a Python file whose `get_config()`
+starts from it and changes a few. A key that base.py does not have, or a value of another type than its default, is an
+error that names the full key, whether it comes from a recipe, a saved JSON or the command line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -51,6 +51,12 @@ class Config(ConfigDict):
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value
+
+    if TYPE_CHECKING:  # what ConfigDict declares is an optional, untyped value
+
+        def __getattr__(self, key: str) -> Any: ...
+
+        def __getitem__(self, key: str) -> Any: ...
 
 
 def _rename(config: Config, section: str) -> None:
@@ -261,7 +267,7 @@ def to_json(config: Config) -> str:
 
 
 def validate(config: Config) -> None:
-    """Every check that needs more than one key or a range. Raises UserError with all problems found; touches no device."""
+    """Every check that needs more than one key or a range. Raises UserError with all of them; touches no device."""
     problems = [text for wrong, text in _checks(config) if wrong]
     if problems:
         raise UserError("\n".join(problems))

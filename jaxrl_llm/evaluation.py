@@ -23,8 +23,9 @@ def evaluate(
     """Metrics by data source, and all scored samples.
 
     `val-core/SOURCE/acc/mean@N` is the mean over prompts of the mean over their N samples of the component "acc" (of
-    "reward", where reward functions give no "acc"); the other components are `val-aux/SOURCE/NAME/mean@N`. A sample that could
-    not be scored counts 0 here: it is an answer that was not right. How many there were is `val-aux/SOURCE/failed`.
+    "reward", where reward functions give no "acc"); the other components are `val-aux/SOURCE/NAME/mean@N`. A sample
+    that could not be scored counts 0 here: it is an answer that was not right. How many there were is
+    `val-aux/SOURCE/failed`.
     """
     scored: list[Scored] = []
     for batch in evaluation_batches(prompts, batch_size):

@@ -1,7 +1,7 @@
 """The SPMD side: log-probabilities, advantages, updates. The only file that jits a training step.
 
 A step is `prepare` (old and reference log-probabilities, advantages) and `update` (epochs x mini-batches; each one
-compiled call that walks over its micro-batches and then applies the optimizer). A mini-batch's micro-batches are walked with
+compiled call that walks over its micro-batches and then applies the optimizer). They are walked with
 a trip count that is data, so a batch that packs into fewer rows costs less and compiles nothing.
 
 Shapes: A mini-batches, M micro-batches, B rows, T tokens, S sequences.
@@ -259,10 +259,11 @@ def state_shardings(model: Model, mesh: Mesh, optimizer: optax.GradientTransform
         params,
         transform_non_params=lambda _: replicated(mesh),
     )
-    return TrainState(params, opt_state, replicated(mesh))
+    step: Any = replicated(mesh)
+    return TrainState(params, opt_state, step)
 
 
-def single(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+def single(value: Any) -> tuple[jax.Array, jax.Array]:
     """A metric of one observation."""
     return jnp.asarray(value, jnp.float32), jnp.float32(1)
 

@@ -1,7 +1,7 @@
 """Metrics: what a batch of rollouts says, and writing all of it to the terminal, metrics.jsonl and TensorBoard.
 
-Names follow verl's, so that curves can be laid side by side. A metric is a (sum, count) pair until it is written, so parts of
-a batch add up exactly.
+Names follow verl's, so that curves can be laid side by side. A metric is a (sum, count) pair until it is written, so
+that parts of a batch add up exactly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Compilations:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+    def _on_event(self, event: str, *_: Any, **__: Any) -> None:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
@@ -109,7 +109,7 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 class Writer:
-    """Writes a step's metrics everywhere. Steps beyond `first_step` that an earlier, interrupted run has already written
+    """Writes a step's metrics everywhere. Steps beyond `first_step` that an earlier, interrupted run has written
     are taken out, so that a resumed run has every step once."""
 
     def __init__(

@@ -23,8 +23,8 @@ def resolve(registry: Mapping[str, Callable[..., Any]], spec: str, kind: str) ->
     """The function that `spec` means: a name in `registry`, or `path/to/file.py:function`.
 
     A relative path starts at the working directory; a file is run once a process, however many of its functions
-    are asked for. `kind` says in messages what the function is for: "reward function". Raises UserError if the name, the
-    file or the function does not exist, or the file cannot be imported.
+    are asked for. `kind` says in messages what the function is for: "reward function". Raises UserError if the name,
+    the file or the function does not exist, or the file cannot be imported.
     """
     path, colon, name = spec.rpartition(":")
     if not colon:

@@ -137,7 +137,7 @@ def load(folder: Path, model: Model, shardings: Any, dtype: Any = jnp.float32) -
     """
     files = _Files(folder)
     table = family_of(read_config(folder)).tensors(model.config)
-    shapes = traverse_util.flatten_dict(model.abstract, sep=".")
+    shapes: dict[str, Any] = traverse_util.flatten_dict(model.abstract, sep=".")
     _check(folder, files, table, shapes, model.config)
     flat_shardings = traverse_util.flatten_dict(shardings, sep=".")
     params = {
@@ -236,7 +236,7 @@ def tensors(params: Any, hf: Mapping[str, Any], c: DecoderConfig, dtype: Any) ->
 
     Every process of a multi-host run must walk it together.
     """
-    flat = traverse_util.flatten_dict(params, sep=".")
+    flat: dict[str, Any] = traverse_util.flatten_dict(params, sep=".")
     for path, entry in family_of(hf).tensors(c).items():
         for i in range(flat[path].shape[0]) if "{i}" in entry.name else [None]:
             part = flat[path] if i is None else flat[path][i]
@@ -261,7 +261,7 @@ def save(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes a model folder: config, generation config, tokenizer files, safetensors with an index if there are several.
+    """Writes a model folder: config, generation config, tokenizer files, safetensors (with an index if several).
 
     The folder appears under its name only when it is complete. Raises ModelError if it exists and is not empty.
     """

@@ -34,7 +34,7 @@ ones = jax.nn.initializers.ones
 class Linear(nnx.Module):
     """einsum with a stacked kernel and an optional bias on the output dimensions.
 
-    `equation` is written for one layer, e.g. "BTD,DNH->BTNH"; `inputs` is how many leading kernel dimensions are contracted.
+    `equation` is written for one layer, e.g. "BTD,DNH->BTNH"; the first `inputs` kernel dimensions are contracted.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -15,7 +16,7 @@ class ShardingError(ValueError):
     """A mesh or a layout that cannot be made, with the axis, tensor and dimension that are at fault."""
 
 
-def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(shape: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with all of AXES, of size 1 where `shape` does not name them.
 
     `shape` maps axis names to sizes; one size may be -1 and takes the devices that are left. `devices`

@@ -52,7 +52,7 @@ def test_export_after_import_gives_the_same_names_shapes_and_bytes(tmp_path, cha
     model, params = load(folder)
     save(tmp_path / "out", folder, model, params, max_shard_bytes=limit)
     assert_same_tensors(read(tmp_path / "out"), tensors)
-    assert (tmp_path / "out" / huggingface.INDEX).exists() == (limit < 2**30)
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (limit < 2**30)
     assert huggingface.read_config(tmp_path / "out") == huggingface.read_config(folder)
 
 
@@ -71,7 +71,7 @@ def test_shards_are_loaded_and_written_with_an_index_that_is_true(tmp_path):
     folder, tensors = make(tmp_path / "in")
     model, params = load(folder)
     save(tmp_path / "out", folder, model, params, max_shard_bytes=15_000)
-    index = huggingface.read_json(tmp_path / "out" / huggingface.INDEX)
+    index = huggingface.read_json(tmp_path / "out" / "model.safetensors.index.json")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     n = len(files)
     assert n > 3

@@ -23,10 +23,11 @@ def reference(hidden, head, ids, segments, temperature):
     return logprobs, entropies
 
 
-def inputs(B=2, T=10, D=6, V=12, seed=0):
-    rng = np.random.default_rng(seed)
+def inputs():
+    B, T, D, V = 3, 10, 6, 12
+    rng = np.random.default_rng(0)
     hidden, head = rng.normal(size=(B, T, D)).astype(np.float32), rng.normal(size=(V, D)).astype(np.float32)
-    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]])[:B]
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * T])
     return hidden, head, rng.integers(0, V, (B, T)), segments
 
 
@@ -72,7 +73,7 @@ def test_values_stand_at_their_own_token_and_are_zero_where_a_segment_starts(chu
     expected, expected_entropy = reference(hidden, head, ids, segments, temperature)
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
     np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
-    starts_and_padding = [[0, 3, 7, 8, 9], [0, 1, 2]]
+    starts_and_padding = [[0, 3, 7, 8, 9], [0, 1, 2], [0]]
     assert [np.flatnonzero(row == 0).tolist() for row in np.asarray(logprobs)] == starts_and_padding
 
 

@@ -1,8 +1,10 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_llm.rollout.engine import Request, Sampling
+from jaxrl_llm.rollout.sampling import Filters, sample
 from jaxrl_llm.sharding.mesh import ShardingError, make_mesh
 from jaxrl_llm.sharding.reshard import checksum
 from jaxrl_llm.types import UserError
@@ -10,6 +12,7 @@ from tests.engines import (
     FAMILIES,
     GREEDY,
     RANDOM,
+    VOCAB,
     answers,
     assert_learner_agrees,
     assert_well_formed,
@@ -103,7 +106,7 @@ def test_the_last_place_of_the_cache_can_be_used(engine):
 
 def test_any_end_of_sequence_id_ends_a_sequence_and_counts_once_as_an_action():
     # What follows greedily: 61 63 101 22 51 ..., 57 73 148 ..., 68 115 73 61 61 ...
-    engine = make_engine(eos=(73, 51), slots=2, steps=12)
+    engine = make_engine(eos=(73, 51), slots=8, prefill_batch=5, steps=12)
     prompts, greedy = golden("qwen2_tied")
     inside = make_prompt([*prompts[2].token_ids, 68, 115, 73], 3)  # an end id, which may be the pad id too, in a prompt
     at_once = make_prompt([*prompts[1].token_ids, 57], 4)
@@ -188,6 +191,19 @@ def test_new_weights_change_answers_and_versions_and_damaged_ones_are_refused(re
     assert answers(engine.generate(requests, RANDOM)) == answers(old)
 
 
+def test_without_any_preference_each_token_is_the_noise_of_its_own_seed_and_position(reloaded):
+    flat = jax.tree.map(jnp.zeros_like, reloaded._params)
+    reloaded.load(flat, 4, int(checksum(flat)))
+    requests = Sampling(n=2, max_tokens=12).requests(random_prompts([6, 4]))
+    filters = Filters(jnp.float32(1), jnp.int32(0), jnp.float32(1), jnp.float32(0))
+    for request, rollout in zip(requests, reloaded.generate(requests, RANDOM), strict=True):
+        positions = np.flatnonzero(rollout.action_mask)
+        seeds = np.full(12, request.seed, np.uint32)
+        expected, _ = sample(jnp.zeros((12, VOCAB)), seeds, positions, filters, filtered=False)
+        assert response(rollout) == expected.tolist()
+        np.testing.assert_allclose(rollout.logprobs[positions], -np.log(VOCAB), rtol=1e-5)
+
+
 def test_sleep_frees_the_cache_and_changes_no_token(engine):
     requests = Sampling(n=2, max_tokens=8).requests(random_prompts([6, 4]))
     before = answers(engine.generate(requests, RANDOM))
@@ -204,7 +220,7 @@ def test_sleep_frees_the_cache_and_changes_no_token(engine):
 def test_eight_devices_give_the_tokens_of_one_and_compile_each_program_once(engine):
     prompts, greedy = golden("qwen2_tied")
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    many = make_engine(mesh=mesh, slots=6, prefill_batch=3, steps=12)
+    many = make_engine(mesh=mesh, slots=6, prefill_batch=3, steps=17)
     layout = many._cache_sharding
     sampling = Sampling(n=4, max_tokens=12)
     expected = engine.generate(sampling.requests(prompts), sampling)
@@ -220,7 +236,7 @@ def test_eight_devices_give_the_tokens_of_one_and_compile_each_program_once(engi
     assert many._cache.k.sharding == layout
     assert many._cache.v.sharding == layout
     programs = (many._prefill, many._admit, many._dispatch)
-    assert [program._cache_size() for program in programs] == [1, 1, 2]  # views of 24 and 32 tokens
+    assert [program._cache_size() for program in programs] == [1, 1, 1]
     many.close()
     assert many.version == -1
     with pytest.raises(RuntimeError, match="no weights"):

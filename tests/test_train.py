@@ -73,8 +73,9 @@ def test_every_step_is_written_once_under_the_names_of_the_field(straight):
     expected = (
         "actor/pg_loss actor/pg_clipfrac actor/ppo_kl actor/entropy actor/grad_norm actor/lr critic/rewards/mean "
         "critic/score/mean critic/advantages/mean response_length/mean response_length/clip_ratio prompt_length/mean "
-        "timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/update_actor timing_s/update_weights timing_s/step "
-        "perf/throughput perf/total_num_tokens perf/compilations training/global_step reward/acc/mean reward/failed"
+        "timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/update_actor timing_s/update_weights "
+        "timing_s/step perf/throughput perf/total_num_tokens perf/compilations training/global_step "
+        "reward/acc/mean reward/failed"
     )
     for line in lines[1:]:
         assert set(expected.split()) <= set(line)

@@ -1,4 +1,4 @@
-"""From scored rollouts to device batches: sequences into rows, rows into micro-batches, micro-batches into mini-batches.
+"""From scored rollouts to device batches: sequences into rows, rows into micro-batches, these into mini-batches.
 
 A mini-batch (one optimizer update) is a contiguous part of the batch's groups, so a group is never divided. Within
 it, sequences are packed first-fit by falling length into rows of one length, the smallest configured one that holds
@@ -10,7 +10,7 @@ Shapes: A mini-batches, M micro-batches, B rows, T tokens, S sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,18 +74,19 @@ def pack(scored: Sequence[Scored], spec: PackSpec) -> SequenceBatch:
                 action_mask[at] = r.action_mask
                 logprobs[at] = r.logprobs
                 start = stop
-    return SequenceBatch(
-        token_ids,
-        segment_ids,
-        positions,
-        sequence_ids,
-        action_mask,
-        logprobs,
-        num_micro,
-        group_ids=_group_ids(scored),
-        rewards=np.array([s.reward if s.reward is not None else 0.0 for s in scored], np.float32),
-        valid=np.array([s.reward is not None for s in scored]),
-    )
+    arrays: dict[str, Any] = {
+        "token_ids": token_ids,
+        "segment_ids": segment_ids,
+        "positions": positions,
+        "sequence_ids": sequence_ids,
+        "action_mask": action_mask,
+        "sampler_logprobs": logprobs,
+        "num_micro": num_micro,
+        "group_ids": _group_ids(scored),
+        "rewards": np.array([s.reward if s.reward is not None else 0.0 for s in scored], np.float32),
+        "valid": np.array([s.reward is not None for s in scored]),
+    }
+    return SequenceBatch(**arrays)
 
 
 def _row_length(longest: int, row_lengths: tuple[int, ...]) -> int:
@@ -104,11 +105,8 @@ def assign(lengths: Sequence[int], row_length: int, *, packing: bool) -> list[li
     rows: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for row, left in enumerate(room):
-            if left >= lengths[i]:
-                break
-        else:
-            row = len(rows)
+        row = next((row for row, left in enumerate(room) if left >= lengths[i]), len(rows))
+        if row == len(rows):
             rows.append([])
             room.append(row_length)
         rows[row].append(i)

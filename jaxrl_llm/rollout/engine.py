@@ -24,8 +24,8 @@ class Request(NamedTuple):
 class Sampling:
     """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 leave all tokens in.
 
-    Log-probabilities are those of the full vocabulary after temperature, before top-k, top-p and min-p: what the learner
-    computes for the same tokens. (Greedy: at temperature 1.)
+    Log-probabilities are those of the full vocabulary after temperature, before top-k, top-p and min-p: what the
+    learner computes for the same tokens. (Greedy: at temperature 1.)
     """
 
     n: int = 1

@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching over cache slots, in jax.
 
 A prompt is read once (prefill) and its keys and values are copied into the slot of each of its samples. All slots then
-decode together, `steps_per_dispatch` tokens at a time in one compiled loop; between dispatches, slots that have ended are
-given to the next requests. New weights come in between calls of `generate`.
+decode together, `steps_per_dispatch` tokens at a time in one compiled loop; between dispatches, slots that have ended
+are given to the next requests. New weights come in between calls of `generate`.
 
 Shapes: S slots, P prompts of one prefill, R requests admitted at once, E end-of-sequence ids.
 """
@@ -89,21 +89,21 @@ class JaxEngine:
         shape = (c.num_layers, self._slots, c.num_kv_heads, self._length, c.head_dim)
         dims = ("layers", "batch", "kv_heads", "length", "head_dim")
         self._cache_shape = shape
-        self._cache_sharding = named_sharding("cache", shape, dims, INFERENCE, mesh)
+        self._cache_sharding: Any = named_sharding("cache", shape, dims, INFERENCE, mesh)
         # Stated, so that the cache keeps its layout from call to call and nothing is compiled twice.
-        caches, self._everywhere = Cache(self._cache_sharding, self._cache_sharding), replicated(mesh)
+        self._everywhere = replicated(mesh)
         self._prefill = jax.jit(partial(_prefill, model))
         self._admit = jax.jit(
             partial(_admit, self._eos),
             static_argnames="filtered",
             donate_argnums=(0, 1),
-            out_shardings=(caches, self._everywhere, self._everywhere),
+            out_shardings=(self._cache_sharding, self._everywhere, self._everywhere),
         )
         self._dispatch = jax.jit(
             partial(_dispatch, model, self._eos, self._steps),
             static_argnames=("view", "filtered"),
             donate_argnums=(1, 2),
-            out_shardings=(caches, *[self._everywhere] * 4),
+            out_shardings=(self._cache_sharding, *[self._everywhere] * 4),
         )
 
     def load(self, params: Any, version: int, checksum: int) -> None:
@@ -145,8 +145,8 @@ class JaxEngine:
             raise UserError(f"max_tokens must be at least 1, got {budget}")
         if not 0 < prompt <= self._max_prompt or prompt + budget > self._length:
             raise UserError(
-                f"prompt {request.prompt.uid} of {prompt} tokens with max_tokens={budget} does not fit the engine, made for "
-                f"prompts of 1 to {self._max_prompt} tokens and {self._length} tokens in all"
+                f"prompt {request.prompt.uid} of {prompt} tokens with max_tokens={budget} does not fit the engine, "
+                f"made for prompts of 1 to {self._max_prompt} tokens and {self._length} tokens in all"
             )
 
 
@@ -160,8 +160,8 @@ class _Job:
         self._done: list[Rollout | None] = [None] * len(requests)
         self._prefix = _Prefix(Cache(jnp.zeros(()), jnp.zeros(())), jnp.zeros(()), {})
         S = engine._slots
-        dtypes = Slots(np.int32, np.int32, np.int32, np.bool_, np.uint32)
-        self._slots = Slots(*(jax.device_put(np.zeros(S, dtype), engine._everywhere) for dtype in dtypes))
+        empty: Any = (jnp.zeros(S, dtype) for dtype in (jnp.int32, jnp.int32, jnp.int32, bool, jnp.uint32))
+        self._slots = Slots(*(jax.device_put(column, engine._everywhere) for column in empty))
         self._filters = Filters(
             jnp.float32(sampling.temperature),
             jnp.int32(sampling.top_k),
