@@ -253,7 +253,7 @@ def assemble(c: Config, console: Console) -> Assembled:
     stream, held_out = _data(c, source, console)
     total_steps = c.total_steps or stream.steps(c.total_epochs)
     mesh = mesh_of(c)
-    console.print(f"devices: {describe_devices(mesh)}", highlight=False)
+    console.out(f"devices: {describe_devices(mesh)}")
     with ExitStack() as resources:
         rewards = reward_pool(c)
         resources.callback(rewards.close)
@@ -290,11 +290,11 @@ def _data(c: Config, source: Source, console: Console) -> tuple[PromptStream, Pr
         shuffle=d.shuffle,
         remainder=d.remainder,
     )
-    console.print(f"training data: {stream.prompts.describe()}; {stream.describe()}", highlight=False)
+    console.out(f"training data: {stream.prompts.describe()}; {stream.describe()}")
     if not d.val:
         return stream, None
     held_out = prompts(c, source.tokenizer, d.val, sft=False, limit=d.val_limit)
-    console.print(f"evaluation data: {held_out.describe()}", highlight=False)
+    console.out(f"evaluation data: {held_out.describe()}")
     return stream, held_out
 
 
@@ -367,7 +367,7 @@ def _resume(c: Config, checkpoints: Checkpoints, pool: LocalPool, stream: Prompt
     state, rest = checkpoints.restore(step, pool.abstract_state())
     pool.restore(state)
     stream.set_state(rest["stream"])
-    console.print(f"resuming after step {step} from {checkpoints.folder / str(step)}", highlight=False)
+    console.out(f"resuming after step {step} from {checkpoints.folder / str(step)}")
     return step
 
 

@@ -151,13 +151,13 @@ class Writer:
         cells.append(f"{metrics.get('perf/throughput', 0.0):,.0f} tok/s")
         cells.append(f"{metrics['timing_s/step']:.1f} s")
         cells.append(f"left {_duration(eta)}")
-        self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
+        self._console.print("  ".join(cells))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of an evaluation: its main figures."""
         main = {k: v for k, v in metrics.items() if k.startswith("val-core/")}
         text = "  ".join(f"{name} {value:.3f}" for name, value in (main or dict(metrics)).items())
-        self._console.print(f"[bold green]eval {step:>{len(str(self._total))}}[/]  {escape(text)}", highlight=False)
+        self._console.print(f"[bold green]eval {step:>{len(str(self._total))}}[/]  {escape(text)}")
 
     def samples(self, rows: Sequence[tuple[str, str, float | None, Any]]) -> None:
         """Some generations: prompt, response, reward, ground truth."""
@@ -166,7 +166,7 @@ class Writer:
             text = f"  sample  {_ends(prompt)!r} -> {_ends(response)!r}  reward {shown}"
             if truth is not None:
                 text += f"  ground truth {_ends(str(truth))!r}"
-            self._console.print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
+            self._console.print(f"[dim]{escape(text)}[/]")
 
     def close(self) -> None:
         """Flushes and closes the files."""

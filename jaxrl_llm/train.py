@@ -30,18 +30,16 @@ def run(argv: list[str]) -> None:
     from jaxrl_llm.assemble import assemble
     from jaxrl_llm.controller import train
 
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     parts = assemble(c, console)
     with parts.resources:
         train(parts.run)
     where = parts.run_dir
-    console.print(
+    console.out(
         f"done: {parts.run.total_steps} steps\n"
         f"  metrics      {where / 'metrics.jsonl'} (TensorBoard: {where / 'tensorboard'})\n"
         f"  checkpoints  {where / 'checkpoints'}\n"
-        f"  export with  python -m jaxrl_llm.export --run {where} --out {where / 'export'}",
-        highlight=False,
-        soft_wrap=True,
+        f"  export with  python -m jaxrl_llm.export --run {where} --out {where / 'export'}"
     )
 
 

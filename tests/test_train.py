@@ -90,6 +90,14 @@ def test_sampler_and_learner_agree_on_log_probabilities(straight):
     assert max(line["training/rollout_logprobs_diff_max"] for line in lines[1:]) < 1e-4
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_they_agree_at_another_temperature_packed_and_padded(tmp_path, packing):
+    c = small(tmp_path, **{"rollout.temperature": 0.7, "learner.packing": packing, "eval.every": 0, "total_steps": 2})
+    lines, _, _ = run(c)
+    assert max(line["training/rollout_logprobs_diff_max"] for line in lines) < 1e-4
+    assert max(abs(line["actor/ppo_kl"]) for line in lines) < 1e-2
+
+
 def test_nothing_compiles_after_the_first_steps(straight):
     _, lines, _, _ = straight
     assert lines[3]["perf/compilations"] == lines[4]["perf/compilations"]
