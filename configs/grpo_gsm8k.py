@@ -38,5 +38,5 @@ def get_config() -> Config:
     c.optimizer.warmup_steps = 10
     c.eval.every = 20
     c.eval.temperature = 0.0
-    c.checkpoint.every = 50
+    c.checkpoint.every = 40
     return c

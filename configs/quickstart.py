@@ -32,5 +32,6 @@ def get_config() -> Config:
     c.optimizer.learning_rate = 3e-4
     c.optimizer.warmup_steps = 5
     c.eval.every = 20
+    c.checkpoint.every = 40
     c.log.samples_every = 20
     return c

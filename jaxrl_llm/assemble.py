@@ -144,7 +144,7 @@ def _bind(function: Callable[..., Any], constants: Mapping[str, Any]) -> Callabl
     return partial(function, **{k: v for k, v in constants.items() if k in names})
 
 
-def learner(c: Config, source: Source, mesh: Mesh, total_updates: int) -> Learner:
+def learner(c: Config, source: Source, mesh: Mesh, minimised: Objective, total_updates: int) -> Learner:
     """Policy, optimizer and reference."""
     o = c.optimizer
     rate = optimizer.schedule(
@@ -168,17 +168,17 @@ def learner(c: Config, source: Source, mesh: Mesh, total_updates: int) -> Learne
         mesh,
         initial_params(c, source, model, mesh),
         transform,
-        objective(c),
+        minimised,
         learning_rate=rate,
         epochs=c.learner.epochs,
         logits_chunk=c.model.logits_chunk,
     )
 
 
-def engine(c: Config, source: Source, mesh: Mesh) -> JaxEngine:
+def engine(c: Config, source: Source, model: Model, mesh: Mesh) -> JaxEngine:
     """The inference engine, still without weights."""
     return JaxEngine(
-        decoder(c, source, c.rollout.dtype),
+        model,
         mesh,
         eos_ids=source.eos_ids,
         decode_text=partial(source.tokenizer.decode, skip_special_tokens=True),
@@ -201,13 +201,12 @@ def reward_pool(c: Config) -> RewardPool:
     )
 
 
-def local_pool(c: Config, source: Source, mesh: Mesh, rewards: RewardPool, total_updates: int) -> LocalPool:
+def local_pool(c: Config, source: Source, mesh: Mesh, policy: Learner, rewards: RewardPool) -> LocalPool:
     """Learner and engine on one mesh of this process."""
-    policy = learner(c, source, mesh, total_updates)
-    inference = engine(c, source, mesh)
     model = decoder(c, source, c.rollout.dtype)
     shardings = tree_shardings(model.abstract, model.dims, INFERENCE, mesh)
-    return LocalPool(policy, inference, Reshard(policy.state.params, shardings, model.dtype), rewards)
+    reshard = Reshard(policy.state.params, shardings, model.dtype)
+    return LocalPool(policy, engine(c, source, model, mesh), reshard, rewards)
 
 
 def pack_spec(c: Config, pad_id: int) -> PackSpec:
@@ -252,14 +251,15 @@ def assemble(c: Config, console: Console) -> Assembled:
     decoder(c, source, c.model.dtype)
     stream, held_out = _data(c, source, console)
     total_steps = c.total_steps or stream.steps(c.total_epochs)
+    minimised = objective(c)
     mesh = mesh_of(c)
     console.out(f"devices: {describe_devices(mesh)}")
     with ExitStack() as resources:
         rewards = reward_pool(c)
         resources.callback(rewards.close)
-        _save_config(c, Path(c.run_dir))
+        _make_run_dir(c)
         updates = total_steps * (c.data.train_batch_size // c.learner.mini_batch_size) * c.learner.epochs
-        pool = local_pool(c, source, mesh, rewards, updates)
+        pool = local_pool(c, source, mesh, learner(c, source, mesh, minimised, updates), rewards)
         resources.callback(pool.close)
         k = c.checkpoint
         checkpoints = Checkpoints(
@@ -267,6 +267,7 @@ def assemble(c: Config, console: Console) -> Assembled:
         )
         resources.callback(checkpoints.close)
         start = _resume(c, checkpoints, pool, stream, console)
+        (Path(c.run_dir) / "config.json").write_text(configs.to_json(c))
         writer = Writer(
             Path(c.run_dir),
             first_step=start,
@@ -346,10 +347,10 @@ def _run(
     )
 
 
-def _save_config(c: Config, run_dir: Path) -> None:
+def _make_run_dir(c: Config) -> None:
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(configs.to_json(c))
+        Path(c.run_dir).mkdir(parents=True, exist_ok=True)
+        (Path(c.run_dir) / "config.json").touch()
     except OSError as error:
         raise UserError(f"config.run_dir={c.run_dir!r} cannot be written: {error}") from error
 
@@ -364,11 +365,32 @@ def _resume(c: Config, checkpoints: Checkpoints, pool: LocalPool, stream: Prompt
             f"{checkpoints.folder} has checkpoints up to step {step} and config.checkpoint.resume is 'never'; choose "
             "another config.run_dir or set config.checkpoint.resume='auto'"
         )
-    state, rest = checkpoints.restore(step, pool.abstract_state())
+    rest = checkpoints.rest(step)
+    _check_unchanged(c, rest["config"], checkpoints.folder / str(step))
+    state = checkpoints.restore(step, pool.abstract_state())
     pool.restore(state)
     stream.set_state(rest["stream"])
     console.out(f"resuming after step {step} from {checkpoints.folder / str(step)}")
     return step
+
+
+# A checkpoint is not a state of a run with another one of these.
+_FIXED = ("task", "seed", "model.path", "model.hf_config", "model.vocab_pad_multiple")
+
+
+def _check_unchanged(c: Config, saved: Mapping[str, Any], checkpoint: Path) -> None:
+    now = c.to_dict()
+    changes = []
+    for key in _FIXED:
+        old, new = saved, now
+        for part in key.split("."):
+            old, new = old[part], new[part]
+        if old != new:
+            changes.append(f"config.{key} was {old!r} and is now {new!r}")
+    if changes:
+        raise UserError(
+            f"{checkpoint} belongs to another run: {'; '.join(changes)}. Change it back, or choose another run_dir"
+        )
 
 
 def load_run(run_dir: Path) -> Config:

@@ -42,7 +42,11 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, rest: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Starts writing; returns when the arrays have been copied. `rest`: JSON values (data position, config)."""
         chosen = self._best_metric or next((k for k in metrics if k.startswith("val-core/")), None)
-        best = metrics.get(chosen) if chosen else None
+        if metrics and chosen not in metrics:
+            raise UserError(
+                f"config.checkpoint.best_metric={chosen!r} is not evaluated; there are {', '.join(metrics)}"
+            )
+        best = metrics[chosen] if metrics and chosen else None
         self._manager.save(
             step,
             args=ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), rest=ocp.args.JsonSave(dict(rest))),
@@ -50,24 +54,27 @@ class Checkpoints:
             force=True,
         )
 
-    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """State and the rest of a checkpoint; arrays come into the shardings of `abstract`."""
+    def rest(self, step: int) -> dict[str, Any]:
+        """What `save` got beside the state."""
+        return self._manager.restore(step, args=ocp.args.Composite(rest=ocp.args.JsonRestore()))["rest"]
+
+    def restore(self, step: int, abstract: TrainState) -> TrainState:
+        """The state of a checkpoint; arrays come into the shardings of `abstract`."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract._asdict()))
         try:
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(abstract._asdict()), rest=ocp.args.JsonRestore()
-                ),
-            )
+            restored = self._manager.restore(step, args=args)
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise UserError(
                 f"checkpoint {self.folder / str(step)} does not fit this run's model and optimizer, or is "
                 f"damaged: {error}"
             ) from error
-        return TrainState(**restored["state"]), restored["rest"]
+        return TrainState(**restored["state"])
 
     def params(self, step: int, abstract_params: Any) -> Any:
         """The parameters of a checkpoint alone."""
+        if step not in self._manager.all_steps():
+            there = ", ".join(map(str, self._manager.all_steps())) or "none"
+            raise UserError(f"{self.folder} has no checkpoint of step {step}; there are: {there}")
         restored = ocp.PyTreeCheckpointer().restore(
             self.folder / str(step) / "state",
             args=ocp.args.PyTreeRestore(

@@ -18,10 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl_llm.plugins import describe
 from jaxrl_llm.types import UserError
 
 # Sections whose keys the user chooses; everything else is fixed by base.py.
 OPEN_SECTIONS = ("reward.weights", "reward.kwargs", "model.hf_config", "data.template_kwargs")
+
+
+# What lists hold, where it is not texts.
+_ITEMS = {"learner.row_lengths": int}
+_PLURAL = {int: "integers", str: "texts"}
 
 
 class Config(ConfigDict):
@@ -39,15 +45,18 @@ class Config(ConfigDict):
             value = Config(value)
         if isinstance(value, Config):
             _rename(value, full)
-        if self.is_locked and key not in self and not is_open(full):
-            raise UserError(_unknown(full, self._section, list(self)))
-        if key in self and not is_open(full):
-            value = _typed(full, self[key], value)
         if is_open(full):
+            if full in OPEN_SECTIONS and not isinstance(value, Config):
+                raise UserError(f"config.{full} must be a section, such as config.{full}.NAME=VALUE; got {value!r}")
             with self.unlocked(), self.ignore_type():
                 super().__setitem__(key, value)
+        elif key not in self and self.is_locked:
+            raise UserError(_unknown(full, self._section, list(self)))
+        elif key in self and isinstance(self[key], Config) and isinstance(value, Config):
+            for name, inner in value.items():  # a fixed section is changed, not replaced
+                self[key][name] = inner
         else:
-            super().__setitem__(key, value)
+            super().__setitem__(key, _typed(full, self[key], value) if key in self else value)
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value
@@ -75,17 +84,18 @@ def _typed(full: str, default: Any, value: Any) -> Any:
     """The value in the type of the default, or a UserError."""
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(default, Config):
-        if isinstance(value, Config):
-            return value
-    elif isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    elif isinstance(default, tuple) and isinstance(value, (tuple, list)):
+    if isinstance(default, tuple) and isinstance(value, (tuple, list)):
+        kind = _ITEMS.get(full, str)
+        for item in value:
+            if type(item) is not kind:
+                raise UserError(f"config.{full} must be a list of {_PLURAL[kind]}, got {item!r} in it")
         return tuple(value)
-    elif type(value) is type(default):
+    if type(value) is type(default):
         return value
     raise UserError(
-        f"config.{full} must be {_article(default)}, got {value!r} ({type(value).__name__}); default: {_show(default)}"
+        f"config.{full} must be {_article(default)}, got {value!r} ({type(value).__name__}); it is {_show(default)} now"
     )
 
 
@@ -100,18 +110,17 @@ def _show(value: Any) -> str:
 
 def _unknown(full: str, section: str, siblings: Sequence[str]) -> str:
     known = [name for name, _ in flatten(_base())]
-    sections = {name.rsplit(".", 1)[0] for name in known if "." in name}
     text = f"config.{full} does not exist"
     leaf = full.rsplit(".", 1)[-1]
     near = (
         [name for name in known if name.rsplit(".", 1)[-1] == leaf]
         or [f"{section}.{s}".lstrip(".") for s in difflib.get_close_matches(leaf, siblings, n=1)]
-        or difflib.get_close_matches(full, [*known, *sections], n=1, cutoff=0.75)
+        or difflib.get_close_matches(full, known, n=1, cutoff=0.75)
     )
     if near:
         text += f"; did you mean config.{near[0]}?"
     where = f"config.{section}" if section else "config"
-    return f"{text} Keys of {where}: {', '.join(siblings)}"
+    return f"{text.rstrip('?')}{'?' if near else '.'} Keys of {where}: {', '.join(siblings)}"
 
 
 def _base() -> Config:
@@ -185,14 +194,19 @@ def load(source: str) -> Config:
         raise UserError(f"config {source!r} is neither a file nor a built-in recipe ({', '.join(built_in())}){hint}")
     if path.suffix == ".json":
         return _from_json(path)
-    spec = importlib.util.spec_from_file_location(f"jaxrl_llm_recipe_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"jaxrl_llm_recipe_{path.stem}", path.resolve())
     if spec is None or spec.loader is None:
         raise UserError(f"config {source!r} is not a Python or JSON file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise UserError(f"{path} has no function get_config()")
-    config = module.get_config(argument) if argument else module.get_config()
+    try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise UserError(f"{path} has no function get_config()")
+        config = module.get_config(argument) if argument else module.get_config()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"recipe {path}: {describe(error, str(path.resolve()))}") from error
     if not isinstance(config, Config):
         raise UserError(
             f"get_config() of {path} must return the config of jaxrl_llm.configs.base, got {type(config).__name__}"
@@ -205,17 +219,12 @@ def _from_json(path: Path) -> Config:
         saved = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(saved, dict):
+        raise UserError(f"{path} is not a saved config: expected a JSON object, got {type(saved).__name__}")
     config = _base()
-    _update(config, saved)
+    for key, value in saved.items():
+        config[key] = value
     return config
-
-
-def _update(config: Config, values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, dict) and key in config and isinstance(config[key], Config):
-            _update(config[key], value)
-        else:
-            config[key] = value
 
 
 def override(config: Config, full: str, text: str) -> None:
@@ -242,7 +251,7 @@ def _read(full: str, default: Any, text: str) -> Any:
         return text
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
-            raise UserError(f"config.{full} must be true or false, got {text!r}; default: {default}")
+            raise UserError(f"config.{full} must be true or false, got {text!r}; it is {default} now")
         return text.lower() == "true"
     if isinstance(default, tuple):
         value = _literal(text)
@@ -252,6 +261,8 @@ def _read(full: str, default: Any, text: str) -> Any:
 
 
 def _literal(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -288,6 +299,16 @@ def _checks(c: Config) -> Iterator[tuple[bool, str]]:
         l.mini_batch_size > 0 and d.train_batch_size % l.mini_batch_size != 0,
         f"config.data.train_batch_size={d.train_batch_size} is not a multiple of "
         f"config.learner.mini_batch_size={l.mini_batch_size}",
+    )
+    yield (
+        c.mesh.expert != 1,
+        f"config.mesh.expert={c.mesh.expert}: no model family has experts; leave it at 1",
+    )
+    k, e = c.checkpoint, c.eval
+    yield (
+        bool(k.keep_best and k.every and e.every and d.val) and k.every % e.every != 0,
+        f"config.checkpoint.keep_best={k.keep_best} needs an evaluation at every checkpoint: config.checkpoint.every="
+        f"{k.every} is not a multiple of config.eval.every={e.every}",
     )
     rl = c.task == "rl"
     sequences = l.mini_batch_size * (r.n if rl else 1)
@@ -356,16 +377,14 @@ def _ranges(c: Config) -> Iterator[tuple[bool, str]]:
     not_negative = (
         "total_steps total_epochs data.val_limit rollout.top_k eval.every eval.temperature eval.top_k checkpoint.every "
         "checkpoint.keep_best optimizer.warmup_steps optimizer.weight_decay optimizer.max_grad_norm log.samples_every "
-        "log.samples algorithm.length_norm algorithm.kl_loss_coef"
+        "log.samples algorithm.length_norm algorithm.kl_loss_coef seed optimizer.beta1 optimizer.beta2 rollout.min_p"
     )
     for key in not_negative.split():
         yield flat[key] < 0, f"config.{key} must not be negative, got {flat[key]}"
     for key in ("rollout.top_p", "eval.top_p"):
         yield not 0 < flat[key] <= 1, f"config.{key} must be above 0 and at most 1, got {flat[key]}"
-    yield (
-        not 0 <= c.rollout.min_p < 1,
-        f"config.rollout.min_p must be from 0 to below 1, got {c.rollout.min_p}",
-    )
+    for key in ("rollout.min_p", "optimizer.beta1", "optimizer.beta2"):
+        yield flat[key] >= 1, f"config.{key} must be below 1, got {flat[key]}"
     yield (
         c.algorithm.clip_ratio_c <= 1,
         f"config.algorithm.clip_ratio_c must be above 1, got {c.algorithm.clip_ratio_c}",

@@ -1,7 +1,7 @@
 """The SPMD side: log-probabilities, advantages, updates. The only file that jits a training step.
 
 A step is `prepare` (old and reference log-probabilities, advantages) and `update` (epochs x mini-batches; each one
-compiled call that walks over its micro-batches and then applies the optimizer). They are walked with
+compiled call that walks over its micro-batches and then applies the optimizer). Micro-batches are walked with
 a trip count that is data, so a batch that packs into fewer rows costs less and compiles nothing.
 
 Shapes: A mini-batches, M micro-batches, B rows, T tokens, S sequences.
@@ -166,7 +166,7 @@ class Learner:
         updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics |= {
-            "actor/grad_norm": single(optax.global_norm(grads)),
+            "actor/grad_norm": single(optax.tree.norm(grads)),
             "actor/lr": single(self._learning_rate(state.step)),
         }
         return TrainState(params, opt_state, state.step + 1), metrics

@@ -1,7 +1,7 @@
 """Metrics: what a batch of rollouts says, and writing all of it to the terminal, metrics.jsonl and TensorBoard.
 
-Names follow verl's, so that curves can be laid side by side. A metric is a (sum, count) pair until it is written, so
-that parts of a batch add up exactly.
+Names follow verl's, so that curves can be laid side by side. What a device computes is a (sum, count) pair
+until it is written, so that parts of a batch add up exactly.
 """
 
 from __future__ import annotations

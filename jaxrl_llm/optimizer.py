@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import optax
 
 
@@ -41,8 +42,6 @@ def adamw(
 
 
 def _decayed(params: object) -> object:
-    import jax
-
     def is_matrix(path: tuple, leaf: object) -> bool:
         return getattr(path[-1], "key", "") in ("kernel", "embedding", "head")
 

@@ -67,7 +67,8 @@ class LocalPool:
         return self._rewards.score(rollouts)
 
     def prepare(self, batch: SequenceBatch) -> tuple[TrainBatch, Metrics]:
-        """See `Pool`."""
+        """See `Pool`. The engine's cache makes room: it is needed again only when the next batch is generated."""
+        self._engine.sleep()
         return self._learner.prepare(self._learner.place(batch))
 
     def update(self, batch: TrainBatch) -> Metrics:

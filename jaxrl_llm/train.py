@@ -24,9 +24,6 @@ def run(argv: list[str]) -> None:
     c, rest = configs.parse(argv)
     if rest:
         raise configs.unknown_argument(rest[0])
-    configs.validate(c)
-
-    # Devices are looked for only after the config has been checked.
     from jaxrl_llm.assemble import assemble
     from jaxrl_llm.controller import train
 

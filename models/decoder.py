@@ -1,8 +1,8 @@
 """The decoder: one Flax module for all families, its layers stacked and scanned.
 
-    module = Decoder(config, dtype, remat)              shapes only, nothing is computed
-    params = init(module, key, shardings)               a plain pytree, created sharded
-    apply(module, params).hidden(tokens, positions, segments)
+    model = build(config, dtype=dtype, remat=remat)                    shapes only, nothing is computed
+    params = jax.jit(model.init, out_shardings=shardings)(key)         a plain pytree, created sharded
+    model.bind(params).hidden(tokens, positions, segments)
 
 Shapes: B rows, T tokens, D model width, K key/value heads, H head size, V vocabulary, L layers.
 """

@@ -63,11 +63,14 @@ def find(name: str | Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model folder."""
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}; is it a Hugging Face model folder?") from None
     except json.JSONDecodeError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 def read_config(folder: Path) -> dict[str, Any]:

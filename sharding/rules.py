@@ -17,7 +17,7 @@ from jaxrl_llm.sharding.mesh import ShardingError
 
 Rules = Mapping[str, tuple[str, ...]]
 
-_UNCUT: Rules = {"layers": (), "head_dim": (), "norm": (), "accumulation": (), "capacity": ()}
+_UNCUT: Rules = {"layers": (), "head_dim": (), "norm": (), "accumulation": ()}
 
 # FSDP cuts every weight along the model width, TP along heads, ffn and vocabulary; batches are cut over both
 # data-like axes.

@@ -87,6 +87,11 @@ def test_overrides_are_read_by_the_type_of_the_default():
         ("--config.algorithm.aggregation=token_mean", ["'token_mean'", "did you mean 'token-mean'"]),
         ("--config.model.dtype=fp32", ["config.model.dtype='fp32'", "'float32'"]),
         ("--config.data.val=()", ["config.eval.every=20", "config.data.val is empty"]),
+        ("--config.learner.row_lengths=abc", ["config.learner.row_lengths must be a list of integers", "'abc'"]),
+        ("--config.data.train=5", ["config.data.train must be a list of texts, got 5"]),
+        ("--config.reward.weights=0.5", ["config.reward.weights must be a section"]),
+        ("--config.modle.path=x", ["did you mean config.model.path? Keys of config: "]),
+        ("--config.lr=1", ["config.lr does not exist. Keys of config: "]),
         ("--config.model.path=", ["config.model.path", "config.model.hf_config"]),
         ("--config.total_steps=0", ["config.total_steps", "config.total_epochs"]),
     ],
@@ -121,6 +126,15 @@ def test_recipes_cannot_invent_keys(c):
         match=r"config\.data\.train_batchsize does not exist; did you mean config\.data\.train_batch_size",
     ):
         c.data.train_batchsize = 3
+
+
+def test_a_section_given_as_a_dict_changes_its_keys_and_no_others(c):
+    c.rollout = {"n": 3}
+    assert (c.rollout.n, c.rollout.temperature) == (3, 1.0)
+    with pytest.raises(UserError, match=r"config\.rollout\.beams does not exist"):
+        c.rollout = {"beams": 4}
+    with pytest.raises(UserError, match=r"config\.rollout\.n must be an integer"):
+        c.rollout = {"n": True}
 
 
 def test_a_saved_config_is_the_config(tmp_path):
@@ -160,6 +174,9 @@ def test_recipes_are_found_by_name_by_file_and_with_an_argument(tmp_path, monkey
         ("empty.py", ["empty.py has no function get_config()"]),
         ("other.py", ["must return the config of jaxrl_llm.configs.base", "dict"]),
         ("broken.json", ["broken.json is not valid JSON"]),
+        ("list.json", ["expected a JSON object, got list"]),
+        ("raises.py", ["recipe raises.py", "AttributeError", "raises.py:4"]),
+        ("syntax.py", ["recipe syntax.py", "SyntaxError"]),
     ],
 )
 def test_bad_recipes_are_told_apart(source, words, tmp_path, monkeypatch):
@@ -167,6 +184,11 @@ def test_bad_recipes_are_told_apart(source, words, tmp_path, monkeypatch):
     (tmp_path / "empty.py").write_text("x = 1\n")
     (tmp_path / "other.py").write_text("def get_config():\n    return {}\n")
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "syntax.py").write_text("def get_config(:\n")
+    (tmp_path / "raises.py").write_text(
+        "from jaxrl_llm.configs import base\ndef get_config():\n    c = base.get_config()\n    c.optimiser.x = 1\n"
+    )
     with pytest.raises(UserError) as error:
         configs.load(source)
     for word in words:

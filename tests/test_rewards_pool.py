@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from jaxrl_llm.rewards import RewardPool
+from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.types import Prompt, Rollout, UserError
 
 # What `act` does is what the response says; a number is its own reward.
@@ -281,7 +281,7 @@ def test_three_failures_of_a_batch_are_logged(pool, caplog):
         (["length"], {}, "'max_length'"),
         (["gsm8k"], {"workers": 0}, "at least 1 worker"),
         (["gsm8k"], {"timeout_s": 0}, "timeout_s=0"),
-        (["gsm8k"], {"weights": {"acc": math.nan}}, "finite weight for 'acc', got nan"),
+        (["gsm8k"], {"weights": {"acc": math.nan}}, "a finite number as the weight of 'acc', got nan"),
     ],
 )
 def test_mistakes_are_refused_before_any_worker_starts(functions, arguments, text):
@@ -312,7 +312,7 @@ def test_a_closed_pool_scores_nothing():
 SCRIPT = """
 import sys, threading, time
 from tests.test_rewards_pool import rollouts
-from jaxrl_llm.rewards import RewardPool
+from jaxrl_llm.rewards.pool import RewardPool
 
 if __name__ == "__main__":
     pool = RewardPool([sys.argv[1]], weights={}, workers=1, timeout_s=1000.0)

@@ -221,7 +221,8 @@ def test_eight_devices_give_the_tokens_of_one_and_compile_each_program_once(engi
     prompts, greedy = golden("qwen2_tied")
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     many = make_engine(mesh=mesh, slots=6, prefill_batch=3, steps=17)
-    layout = many._cache_sharding
+    many.wake()
+    layout = many._cache.k.sharding
     sampling = Sampling(n=4, max_tokens=12)
     expected = engine.generate(sampling.requests(prompts), sampling)
     for _ in range(2):
@@ -232,7 +233,7 @@ def test_eight_devices_give_the_tokens_of_one_and_compile_each_program_once(engi
     assert [response(r) for r in many.generate([Request(p, 0, 0, 12) for p in prompts], GREEDY)] == [
         tokens[:12] for tokens in greedy
     ]
-    assert layout.shard_shape(many._cache_shape) == (3, 2, 1, 32, 8)
+    assert many._cache.k.addressable_shards[0].data.shape == (3, 2, 1, 32, 8)
     assert many._cache.k.sharding == layout
     assert many._cache.v.sharding == layout
     programs = (many._prefill, many._admit, many._dispatch)

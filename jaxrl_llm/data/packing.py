@@ -2,7 +2,7 @@
 
 A mini-batch (one optimizer update) is a contiguous part of the batch's groups, so a group is never divided. Within
 it, sequences are packed first-fit by falling length into rows of one length, the smallest configured one that holds
-the longest sequence of the batch. All shapes depend on the configuration only.
+the longest sequence of the batch. All other shapes depend on the configuration only.
 
 Shapes: A mini-batches, M micro-batches, B rows, T tokens, S sequences.
 """

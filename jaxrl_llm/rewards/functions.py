@@ -5,7 +5,7 @@ if it takes **kwargs):
 
     data_source: str      name of the dataset
     solution_str: str     the response, decoded, without EOS or stop string
-    ground_truth          the dataset's column of that name, as it is
+    ground_truth          the dataset's answer column (config.data.answer_key), as it is
     extra_info: dict      all other columns of the row
     prompt_str: str       the rendered prompt
     response_length: int  number of tokens that the policy chose

@@ -56,8 +56,8 @@ class RewardPool:
         if not 0 < timeout_s < math.inf:
             raise UserError(f"reward pool: expected a time-out of more than 0 s, got timeout_s={timeout_s}")
         for name, weight in weights.items():
-            if not math.isfinite(weight):
-                raise UserError(f"reward pool: expected a finite weight for {name!r}, got {weight}")
+            if not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise UserError(f"reward pool: expected a finite number as the weight of {name!r}, got {weight!r}")
         self._weights = dict(weights)
         self._workers = workers
         self._timeout_s = timeout_s
@@ -71,7 +71,7 @@ class RewardPool:
         self._closed = False
         self._weights_checked = False
         self._failed_batches = 0
-        self._pool = self._start()
+        self._pool: pebble.ProcessPool | None = None  # started by the first batch
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """One Scored for each rollout, in the same order; the reward is the sum of weight times component. A
@@ -82,12 +82,17 @@ class RewardPool:
         batches in a row failed altogether.
         """
         with self._lock:
+            self._refuse_if_closed()
             scored = [
                 self._scored(rollout, *result) for rollout, result in zip(rollouts, self._run(rollouts), strict=True)
             ]
             self._report_failures(scored)
             self._check_weights(scored)
         return scored
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the reward pool was closed")
 
     def close(self) -> None:
         """Ends the workers, whatever they are doing. The pool scores nothing afterwards."""
@@ -118,18 +123,18 @@ class RewardPool:
                 )
 
     def _start(self) -> pebble.ProcessPool:
-        pool = pebble.ProcessPool(
+        return pebble.ProcessPool(
             max_workers=self._workers,
             initializer=worker.start,
             initargs=self._initargs,
             context=multiprocessing.get_context("spawn"),
         )
-        pool.schedule(int)  # the first job starts the processes, which load while the caller goes on
-        return pool
 
     def _stop(self) -> None:
-        self._pool.stop()
-        self._pool.join()
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
 
     def _run(self, rollouts: Sequence[Rollout]) -> list[tuple[dict[str, float], str | None]]:
         results: list[tuple[dict[str, float], str | None] | None] = []
@@ -141,34 +146,33 @@ class RewardPool:
             except Exception as error:  # what a dataset's columns hold is the user's
                 results.append(({}, f"the sample cannot be pickled: {type(error).__name__}: {error}"))
         for _ in range(_POOL_LOSSES):
-            for index, future in self._futures(payloads).items():
+            pool = self._pool = self._pool or self._start()
+            for index, future in self._futures(pool, payloads).items():
                 result = self._result(future)
                 if result is not None:
                     results[index] = result
                     del payloads[index]
             if not payloads:
                 return [result for result in results if result is not None]
-            if self._closed:
-                raise RuntimeError("the reward pool was closed")
+            self._refuse_if_closed()
             # Pebble gives the whole pool up when a worker dies that has no job, for example out of memory.
             logger.warning("the reward workers died and are started again")
             self._stop()
-            self._pool = self._start()
         raise UserError(
             f"reward pool: the workers for {self._names} died {_POOL_LOSSES} times before taking a sample. "
             "Their own messages are above; if there are none, look for a lack of memory."
         )
 
-    def _futures(self, payloads: Mapping[int, bytes]) -> dict[int, Future]:
+    def _futures(self, pool: pebble.ProcessPool, payloads: Mapping[int, bytes]) -> dict[int, Future]:
         """A future for each payload, done unless the pool was lost."""
         futures: dict[int, Future] = {}
         try:
             for index, payload in payloads.items():
-                futures[index] = self._pool.schedule(worker.score, args=(payload,), timeout=self._timeout_s)
+                futures[index] = pool.schedule(worker.score, args=(payload,), timeout=self._timeout_s)
         except RuntimeError:  # how pebble says that the pool is lost
             return futures
         # A pool that is lost leaves jobs that it had not yet sent to a worker waiting for ever.
-        while wait(futures.values(), timeout=1.0).not_done and self._pool.active:
+        while wait(futures.values(), timeout=1.0).not_done and pool.active:
             pass
         return futures
 

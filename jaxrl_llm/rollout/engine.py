@@ -12,7 +12,8 @@ from jaxrl_llm.types import Prompt, Rollout
 
 
 class Request(NamedTuple):
-    """One sequence to generate. Its tokens depend on the prompt, the weights and `seed` alone, not on the others."""
+    """One sequence to generate. Its tokens depend on the prompt, the weights and `seed`, not on the others (but
+    for rounding)."""
 
     prompt: Prompt
     sample: int  # 0 .. n-1 within the prompt's group

@@ -21,21 +21,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.models.decoder import Cache, Model
+from jaxrl_llm.rollout import programs
 from jaxrl_llm.rollout.engine import Request, Sampling
-from jaxrl_llm.rollout.sampling import Filters, sample
+from jaxrl_llm.rollout.programs import Slots
+from jaxrl_llm.rollout.sampling import Filters
 from jaxrl_llm.sharding import reshard
 from jaxrl_llm.sharding.rules import INFERENCE, named_sharding, replicated
 from jaxrl_llm.types import Rollout, UserError
-
-
-class Slots(NamedTuple):
-    """What the device knows of each slot."""
-
-    token: jax.Array  # int32 [S]: the last token, not yet in the cache
-    position: jax.Array  # int32 [S]: its position
-    remaining: jax.Array  # int32 [S]: tokens that may still follow
-    active: jax.Array  # bool [S]
-    seed: jax.Array  # uint32 [S]
 
 
 class _Prefix(NamedTuple):
@@ -88,22 +80,25 @@ class JaxEngine:
         c = model.config
         shape = (c.num_layers, self._slots, c.num_kv_heads, self._length, c.head_dim)
         dims = ("layers", "batch", "kv_heads", "length", "head_dim")
-        self._cache_shape = shape
-        self._cache_sharding: Any = named_sharding("cache", shape, dims, INFERENCE, mesh)
         # Stated, so that the cache keeps its layout from call to call and nothing is compiled twice.
+        cache = named_sharding("cache", shape, dims, INFERENCE, mesh)
         self._everywhere = replicated(mesh)
-        self._prefill = jax.jit(partial(_prefill, model))
+        self._prompt_rows = named_sharding("prompts", (self._prefill_batch,), ("batch",), INFERENCE, mesh)
+        self._allocate = jax.jit(
+            lambda: Cache(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)), out_shardings=cache
+        )
+        self._prefill = jax.jit(partial(programs.prefill, model))
         self._admit = jax.jit(
-            partial(_admit, self._eos),
+            partial(programs.admit, self._eos),
             static_argnames="filtered",
             donate_argnums=(0, 1),
-            out_shardings=(self._cache_sharding, self._everywhere, self._everywhere),
+            out_shardings=(cache, self._everywhere, self._everywhere),
         )
         self._dispatch = jax.jit(
-            partial(_dispatch, model, self._eos, self._steps),
+            partial(programs.dispatch, model, self._eos, self._steps),
             static_argnames=("view", "filtered"),
             donate_argnums=(1, 2),
-            out_shardings=(self._cache_sharding, *[self._everywhere] * 4),
+            out_shardings=(cache, *[self._everywhere] * 4),
         )
 
     def load(self, params: Any, version: int, checksum: int) -> None:
@@ -118,8 +113,7 @@ class JaxEngine:
     def wake(self) -> None:
         """Allocates the cache."""
         if self._cache is None:
-            zeros = partial(jnp.zeros, self._cache_shape, self._model.dtype)
-            self._cache = Cache(*(jax.jit(zeros, out_shardings=self._cache_sharding)() for _ in range(2)))
+            self._cache = self._allocate()
 
     def close(self) -> None:
         """Frees weights and cache."""
@@ -197,6 +191,7 @@ class _Job:
         for row, prompt in zip(ids, prompts.values(), strict=False):
             row[: len(prompt.token_ids)] = prompt.token_ids
         padded = np.array(lengths + [1] * (engine._prefill_batch - len(lengths)), np.int32)
+        ids, padded = jax.device_put((ids, padded), engine._prompt_rows)
         logits, cache = engine._prefill(engine._params, ids, padded)
         return _Prefix(cache, logits, {uid: i for i, uid in enumerate(prompts)})
 
@@ -328,99 +323,3 @@ def _bucket(n: int) -> int:
             return size * 3 // 2
         size *= 2
     return size
-
-
-# ---- compiled parts -----------------------------------------------------------------------------------------------
-
-
-def _prefill(model: Model, params: Any, ids: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
-    """Logits of the first response token [P, V], and the prompts' keys and values."""
-    module = model.bind(params)
-    hidden, cache = module.prefill(ids, lengths)
-    return module.logits(hidden), cache
-
-
-def _admit(
-    eos: tuple[int, ...],
-    cache: Cache,
-    slots: Slots,
-    prefix: Cache,
-    prefix_logits: jax.Array,
-    slot: jax.Array,  # int32 [R]; out of range where there is no request
-    place: jax.Array,  # int32 [R]: which of the prompts
-    length: jax.Array,  # int32 [R]: of the prompt
-    budget: jax.Array,  # int32 [R]
-    seed: jax.Array,  # uint32 [R]
-    filters: Filters,
-    *,
-    filtered: bool,
-) -> tuple[Cache, Slots, jax.Array]:
-    """Cache and slots with the new requests, and the log-probability of the first token of each slot."""
-
-    def copy(to: jax.Array, source: jax.Array) -> jax.Array:
-        width = min(source.shape[3], to.shape[3])
-        return to.at[:, slot, :, :width].set(source[:, place, :, :width].astype(to.dtype), mode="drop")
-
-    token, logprob = sample(prefix_logits[place], seed, length, filters, filtered=filtered)
-
-    def put(to: jax.Array, values: jax.Array) -> jax.Array:
-        return to.at[slot].set(values, mode="drop")
-
-    new = Slots(
-        token=put(slots.token, token),
-        position=put(slots.position, length),
-        remaining=put(slots.remaining, budget - 1),
-        active=put(slots.active, (budget > 1) & ~_is_eos(token, eos)),
-        seed=put(slots.seed, seed),
-    )
-    first = put(jnp.zeros(slots.token.shape, jnp.float32), logprob)
-    return Cache(copy(cache.k, prefix.k), copy(cache.v, prefix.v)), new, first
-
-
-def _dispatch(
-    model: Model,
-    eos: tuple[int, ...],
-    steps: int,
-    params: Any,
-    cache: Cache,
-    slots: Slots,
-    killed: jax.Array,
-    filters: Filters,
-    *,
-    view: int,
-    filtered: bool,
-) -> tuple[Cache, Slots, jax.Array, jax.Array, jax.Array]:
-    """Up to `steps` tokens for every active slot: cache, slots, tokens and log-probabilities [steps, S], and how many
-    tokens each slot has got. Slots that are not active compute along and change nothing that is read."""
-    module = model.bind(params)
-    slots = slots._replace(active=slots.active & ~killed)
-    S = slots.token.shape[0]
-    outputs = (jnp.zeros((steps, S), jnp.int32), jnp.zeros((steps, S), jnp.float32), jnp.zeros(S, jnp.int32))
-
-    def unfinished(carry: Any) -> jax.Array:
-        i, _, slots, _ = carry
-        return (i < steps) & jnp.any(slots.active)
-
-    def step(carry: Any) -> Any:
-        i, cache, s, (tokens, logprobs, counts) = carry
-        hidden, cache = module.decode(s.token, s.position, cache, view)
-        token, logprob = sample(module.logits(hidden), s.seed, s.position + 1, filters, filtered=filtered)
-        go = s.active.astype(jnp.int32)
-        outputs = (tokens.at[i].set(token), logprobs.at[i].set(logprob), counts + go)
-        s = Slots(
-            token=jnp.where(s.active, token, s.token),
-            position=s.position + go,
-            remaining=s.remaining - go,
-            active=s.active & (s.remaining > 1) & ~_is_eos(token, eos),
-            seed=s.seed,
-        )
-        return i + 1, cache, s, outputs
-
-    _, cache, slots, outputs = jax.lax.while_loop(unfinished, step, (0, cache, slots, outputs))
-    return cache, slots, *outputs
-
-
-def _is_eos(token: jax.Array, eos: tuple[int, ...]) -> jax.Array:
-    if not eos:
-        return jnp.zeros(token.shape, bool)
-    return jnp.any(token[:, None] == jnp.array(eos, jnp.int32), axis=-1)

@@ -1,0 +1,117 @@
+"""The compiled parts of the jax engine: reading prompts, filling slots, decoding.
+
+Shapes: S slots, P prompts of one prefill, R requests admitted at once, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.decoder import Cache, Model
+from jaxrl_llm.rollout.sampling import Filters, sample
+
+
+class Slots(NamedTuple):
+    """What the device knows of each slot."""
+
+    token: jax.Array  # int32 [S]: the last token, not yet in the cache
+    position: jax.Array  # int32 [S]: its position
+    remaining: jax.Array  # int32 [S]: tokens that may still follow
+    active: jax.Array  # bool [S]
+    seed: jax.Array  # uint32 [S]
+
+
+def prefill(model: Model, params: Any, ids: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
+    """Logits of the first response token [P, V], and the prompts' keys and values."""
+    module = model.bind(params)
+    hidden, cache = module.prefill(ids, lengths)
+    return module.logits(hidden), cache
+
+
+def admit(
+    eos: tuple[int, ...],
+    cache: Cache,
+    slots: Slots,
+    prefix: Cache,
+    prefix_logits: jax.Array,
+    slot: jax.Array,  # int32 [R]; out of range where there is no request
+    place: jax.Array,  # int32 [R]: which of the prompts
+    length: jax.Array,  # int32 [R]: of the prompt
+    budget: jax.Array,  # int32 [R]
+    seed: jax.Array,  # uint32 [R]
+    filters: Filters,
+    *,
+    filtered: bool,
+) -> tuple[Cache, Slots, jax.Array]:
+    """Cache and slots with the new requests, and the log-probability of the first token of each slot."""
+
+    def copy(to: jax.Array, source: jax.Array) -> jax.Array:
+        width = min(source.shape[3], to.shape[3])
+        return to.at[:, slot, :, :width].set(source[:, place, :, :width].astype(to.dtype), mode="drop")
+
+    token, logprob = sample(prefix_logits[place], seed, length, filters, filtered=filtered)
+
+    def put(to: jax.Array, values: jax.Array) -> jax.Array:
+        return to.at[slot].set(values, mode="drop")
+
+    new = Slots(
+        token=put(slots.token, token),
+        position=put(slots.position, length),
+        remaining=put(slots.remaining, budget - 1),
+        active=put(slots.active, (budget > 1) & ~_is_eos(token, eos)),
+        seed=put(slots.seed, seed),
+    )
+    first = put(jnp.zeros(slots.token.shape, jnp.float32), logprob)
+    return Cache(copy(cache.k, prefix.k), copy(cache.v, prefix.v)), new, first
+
+
+def dispatch(
+    model: Model,
+    eos: tuple[int, ...],
+    steps: int,
+    params: Any,
+    cache: Cache,
+    slots: Slots,
+    killed: jax.Array,
+    filters: Filters,
+    *,
+    view: int,
+    filtered: bool,
+) -> tuple[Cache, Slots, jax.Array, jax.Array, jax.Array]:
+    """Up to `steps` tokens for every active slot: cache, slots, tokens and log-probabilities [steps, S], and how many
+    tokens each slot has got. Slots that are not active compute along and change nothing that is read."""
+    module = model.bind(params)
+    slots = slots._replace(active=slots.active & ~killed)
+    S = slots.token.shape[0]
+    outputs = (jnp.zeros((steps, S), jnp.int32), jnp.zeros((steps, S), jnp.float32), jnp.zeros(S, jnp.int32))
+
+    def unfinished(carry: Any) -> jax.Array:
+        i, _, slots, _ = carry
+        return (i < steps) & jnp.any(slots.active)
+
+    def step(carry: Any) -> Any:
+        i, cache, s, (tokens, logprobs, counts) = carry
+        hidden, cache = module.decode(s.token, s.position, cache, view)
+        token, logprob = sample(module.logits(hidden), s.seed, s.position + 1, filters, filtered=filtered)
+        go = s.active.astype(jnp.int32)
+        outputs = (tokens.at[i].set(token), logprobs.at[i].set(logprob), counts + go)
+        s = Slots(
+            token=jnp.where(s.active, token, s.token),
+            position=s.position + go,
+            remaining=s.remaining - go,
+            active=s.active & (s.remaining > 1) & ~_is_eos(token, eos),
+            seed=s.seed,
+        )
+        return i + 1, cache, s, outputs
+
+    _, cache, slots, outputs = jax.lax.while_loop(unfinished, step, (0, cache, slots, outputs))
+    return cache, slots, *outputs
+
+
+def _is_eos(token: jax.Array, eos: tuple[int, ...]) -> jax.Array:
+    if not eos:
+        return jnp.zeros(token.shape, bool)
+    return jnp.any(token[:, None] == jnp.array(eos, jnp.int32), axis=-1)
