@@ -19,7 +19,7 @@ def get_config() -> Config:
     c = base.get_config()
     c.task = "sft"
     c.run_dir = "runs/sft_arithmetic"
-    c.total_steps = 1200
+    c.total_steps = 1500
     c.model.tokenizer = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic_base")
     c.model.hf_config = {
         "architectures": ["LlamaForCausalLM"],
@@ -39,7 +39,10 @@ def get_config() -> Config:
         "hidden_act": "silu",
         "dtype": "bfloat16",
     }
-    c.data.train = ("arithmetic:op=+,min=0,max=99,count=9000,split=train,mistakes=60",)
+    # The same problems ten times, each time with other mistakes: the right answer is the only one worth remembering.
+    c.data.train = tuple(
+        f"arithmetic:op=+,min=0,max=99,count=9000,split=train,mistakes=60,seed={seed}" for seed in range(10)
+    )
     c.data.val = ("arithmetic:op=+,min=0,max=99,count=256,split=test",)
     c.data.max_prompt_length = 8
     c.data.max_response_length = 8

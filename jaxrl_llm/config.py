@@ -88,10 +88,11 @@ def _typed(full: str, default: Any, value: Any) -> Any:
         return float(value)
     if isinstance(default, tuple) and isinstance(value, (tuple, list)):
         kind = _ITEMS.get(full, str)
-        for item in value:
+        items = tuple(item.item() if isinstance(item, np.generic) else item for item in value)
+        for item in items:
             if type(item) is not kind:
                 raise UserError(f"config.{full} must be a list of {_PLURAL[kind]}, got {item!r} in it")
-        return tuple(value)
+        return items
     if type(value) is type(default):
         return value
     raise UserError(
