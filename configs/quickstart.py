@@ -1,7 +1,8 @@
 """GRPO teaches a tiny model to add: the first thing to run, and a template for runs of your own.
 
-The base model (0.8 M parameters, made by sft_arithmetic.py) answers about a quarter of all sums of two numbers
-below 100 rightly when it is sampled; after the run it answers more than nine in ten of the held-out ones.
+The base model (0.8 M parameters, made by sft_arithmetic.py) has learned from demonstrations full of mistakes: sampled,
+it answers four in ten sums of two numbers below 100 rightly. After the run it answers more than nine in ten of the
+held-out ones. Three minutes on two CPU cores.
 """
 
 from pathlib import Path
@@ -14,7 +15,7 @@ from jaxrl_llm.configs import base
 def get_config() -> Config:
     c = base.get_config()
     c.run_dir = "runs/quickstart"
-    c.total_steps = 100
+    c.total_steps = 200
     c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic_base")
     c.data.train = ("arithmetic:op=+,min=0,max=99,count=9000,split=train",)
     c.data.val = ("arithmetic:op=+,min=0,max=99,count=256,split=test",)
@@ -31,6 +32,8 @@ def get_config() -> Config:
     c.learner.row_lengths = (64,)
     c.optimizer.learning_rate = 3e-4
     c.optimizer.warmup_steps = 5
+    c.optimizer.schedule = "cosine"
+    c.optimizer.final_fraction = 0.1
     c.eval.every = 20
     c.checkpoint.every = 40
     c.log.samples_every = 20

@@ -5,7 +5,7 @@ The quickstart's base model, jaxrl_llm/assets/arithmetic_base, was made by
     python -m jaxrl_llm.train --config sft_arithmetic
     python -m jaxrl_llm.export --run runs/sft_arithmetic --out arithmetic_base --dtype bfloat16
 
-Six minutes on two CPU cores; mean accuracy of sampled answers at the end about 0.4, as in the demonstrations.
+Eight minutes on two CPU cores; mean accuracy of sampled answers at the end about 0.4, as in the demonstrations.
 """
 
 from pathlib import Path
