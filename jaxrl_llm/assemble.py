@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import controller, optimizer
+from jaxrl_llm import controller, optimizer, resume
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config
+from jaxrl_llm.config_checks import validate
 from jaxrl_llm.data import chat, demonstrations
 from jaxrl_llm.data.packing import PackSpec, default_row_lengths
 from jaxrl_llm.data.stream import Prompts, PromptStream, load_prompts
@@ -36,7 +37,7 @@ from jaxrl_llm.rollout.engine import Sampling
 from jaxrl_llm.rollout.jax_engine import JaxEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import Reshard
-from jaxrl_llm.sharding.rules import INFERENCE, tree_shardings
+from jaxrl_llm.sharding.rules import INFERENCE, TRAINING, Rules, tree_shardings
 from jaxrl_llm.types import Scored, UserError
 
 
@@ -68,8 +69,10 @@ def model_source(c: Config) -> Source:
     return Source(folder, hf, generation, tokenizer_folder, tuple(ids), tokenizer)
 
 
-def decoder(c: Config, source: Source, dtype: str, *, remat: str = "none") -> Model:
-    """The model's structure, computing in `dtype`."""
+def decoder(
+    c: Config, source: Source, dtype: str, *, remat: str = "none", rules: Rules | None = None, mesh: Mesh | None = None
+) -> Model:
+    """The model's structure, computing in `dtype`, laid out on a mesh by rules where they are given."""
     config = huggingface.decoder_config(source.hf, vocab_pad_multiple=c.model.vocab_pad_multiple)
     longest = c.data.max_prompt_length + c.data.max_response_length
     if longest > config.max_position:
@@ -77,7 +80,7 @@ def decoder(c: Config, source: Source, dtype: str, *, remat: str = "none") -> Mo
             f"config.data.max_prompt_length + config.data.max_response_length = {longest} is longer than the "
             f"{config.max_position} tokens that the model was made for (max_position_embeddings)"
         )
-    return build(config, dtype=dtype, remat=remat)
+    return build(config, dtype=dtype, remat=remat, rules=rules, mesh=mesh)
 
 
 def initial_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
@@ -90,6 +93,8 @@ def initial_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
 
 def mesh_of(c: Config) -> Mesh:
     """The mesh over all devices, checked against the batch."""
+    if jax.process_count() > 1:
+        raise UserError(f"this is one of {jax.process_count()} processes; a run on several hosts is not supported")
     mesh = make_mesh(c.mesh.to_dict())
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if c.learner.micro_batch_rows % parts:
@@ -97,6 +102,12 @@ def mesh_of(c: Config) -> Mesh:
             f"config.learner.micro_batch_rows={c.learner.micro_batch_rows} is not a multiple of the {parts} devices of "
             f"the mesh axes data={mesh.shape['data']} and fsdp={mesh.shape['fsdp']}"
         )
+    for length in c.learner.row_lengths:
+        if length % mesh.shape["context"]:
+            raise UserError(
+                f"config.learner.row_lengths={c.learner.row_lengths}: {length} is not a multiple of "
+                f"config.mesh.context={mesh.shape['context']}"
+            )
     return mesh
 
 
@@ -127,8 +138,13 @@ def objective(c: Config) -> Objective:
     loss = resolve(POLICY_LOSSES, "sft" if sft else a.loss, "config.algorithm.loss")
     advantage = None if sft else resolve(ADVANTAGES, a.advantage, "config.algorithm.advantage")
     return Objective(
-        loss=_bind(loss, constants),
-        advantage=advantage and _bind(advantage, constants),
+        loss=_bind(
+            loss,
+            constants,
+            ("logprobs", "old_logprobs", "advantages", "mask"),
+            ("sequence_ids", "num_sequences"),
+        ),
+        advantage=advantage and _bind(advantage, constants, ("rewards", "group_ids", "valid", "num_groups")),
         aggregation=a.aggregation,
         length_norm=float(a.length_norm or c.data.max_response_length),
         temperature=1.0 if sft else c.rollout.temperature,
@@ -138,10 +154,21 @@ def objective(c: Config) -> Objective:
     )
 
 
-def _bind(function: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[..., Any]:
-    """Gives a function those of config.algorithm's constants that it names."""
-    names = inspect.signature(function).parameters
-    return partial(function, **{k: v for k, v in constants.items() if k in names})
+def _bind(
+    function: Callable[..., Any], constants: Mapping[str, Any], positional: Sequence[str], keywords: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """Gives a function those of config.algorithm's constants that it names; UserError unless the arguments that it will
+    be called with are then all that it takes."""
+    bound = partial(function, **{k: v for k, v in constants.items() if k in inspect.signature(function).parameters})
+    try:
+        inspect.signature(bound).bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        expected = ", ".join((*positional, *keywords))
+        raise UserError(
+            f"{function.__name__} is called with {expected} and those keys of config.algorithm that it names, which "
+            f"its signature does not take: {error}"
+        ) from error
+    return bound
 
 
 def learner(c: Config, source: Source, mesh: Mesh, minimised: Objective, total_updates: int) -> Learner:
@@ -162,7 +189,7 @@ def learner(c: Config, source: Source, mesh: Mesh, minimised: Objective, total_u
         weight_decay=o.weight_decay,
         max_grad_norm=o.max_grad_norm,
     )
-    model = decoder(c, source, c.model.dtype, remat=c.model.remat)
+    model = decoder(c, source, c.model.dtype, remat=c.model.remat, rules=TRAINING, mesh=mesh)
     return Learner(
         model,
         mesh,
@@ -201,11 +228,18 @@ def reward_pool(c: Config) -> RewardPool:
     )
 
 
-def local_pool(c: Config, source: Source, mesh: Mesh, policy: Learner, rewards: RewardPool) -> LocalPool:
+def local_pool(
+    c: Config, source: Source, mesh: Mesh, policy: Learner, rewards: RewardPool, console: Console
+) -> LocalPool:
     """Learner and engine on one mesh of this process."""
-    model = decoder(c, source, c.rollout.dtype)
+    model = decoder(c, source, c.rollout.dtype, rules=INFERENCE, mesh=mesh)
     shardings = tree_shardings(model.abstract, model.dims, INFERENCE, mesh)
     reshard = Reshard(policy.state.params, shardings, model.dtype)
+    gib = 2**30
+    console.out(
+        f"weight sync: {reshard.received_bytes / gib:.3f} GiB into the inference layout, of which "
+        f"{reshard.lower_bound_bytes / gib:.3f} GiB come from other devices"
+    )
     return LocalPool(policy, engine(c, source, model, mesh), reshard, rewards)
 
 
@@ -246,7 +280,7 @@ class Assembled(NamedTuple):
 def assemble(c: Config, console: Console) -> Assembled:
     """Builds everything, in the order in which users' mistakes cost least: files and data first, then the devices'
     mesh and reward functions, then weights."""
-    configs.validate(c)
+    validate(c)
     source = model_source(c)
     decoder(c, source, c.model.dtype)
     stream, held_out = _data(c, source, console)
@@ -255,18 +289,17 @@ def assemble(c: Config, console: Console) -> Assembled:
     mesh = mesh_of(c)
     console.out(f"devices: {describe_devices(mesh)}")
     with ExitStack() as resources:
+        checkpoints = resume.open_checkpoints(c)
+        resources.callback(checkpoints.close)
+        start = resume.steps_done(c, checkpoints, stream)
         rewards = reward_pool(c)
         resources.callback(rewards.close)
-        _make_run_dir(c)
         updates = total_steps * (c.data.train_batch_size // c.learner.mini_batch_size) * c.learner.epochs
-        pool = local_pool(c, source, mesh, learner(c, source, mesh, minimised, updates), rewards)
+        pool = local_pool(c, source, mesh, learner(c, source, mesh, minimised, updates), rewards, console)
         resources.callback(pool.close)
-        k = c.checkpoint
-        checkpoints = Checkpoints(
-            Path(c.run_dir), keep_last=k.keep_last, keep_best=k.keep_best, best_metric=k.best_metric
-        )
-        resources.callback(checkpoints.close)
-        start = _resume(c, checkpoints, pool, stream, console)
+        if start:
+            pool.restore(partial(checkpoints.restore, start))
+            console.out(f"resuming after step {start} from {checkpoints.folder / str(start)}")
         (Path(c.run_dir) / "config.json").write_text(configs.to_json(c))
         writer = Writer(
             Path(c.run_dir),
@@ -277,7 +310,7 @@ def assemble(c: Config, console: Console) -> Assembled:
             task=c.task,
         )
         resources.callback(writer.close)
-        run = _run(c, source, stream, held_out, pool, checkpoints, writer, total_steps, start)
+        run = _run(c, source, stream, held_out, pool, checkpoints, writer, total_steps, start, mesh.devices.size)
         return Assembled(run, Path(c.run_dir), resources.pop_all())
 
 
@@ -309,6 +342,7 @@ def _run(
     writer: Writer,
     total_steps: int,
     start: int,
+    mesh_size: int,
 ) -> controller.Run:
     """The controller's parts. Here, and only here, tasks differ: SFT reads its rollouts from the data, and gives the
     engine weights only to measure them."""
@@ -323,7 +357,6 @@ def _run(
             eval_sampling(c),
             generate=pool.generate,
             score=pool.score,
-            batch_size=c.data.train_batch_size,
         )
 
     return controller.Run(
@@ -343,62 +376,9 @@ def _run(
         save_every=c.checkpoint.every,
         samples_every=0 if sft else c.log.samples_every,
         samples=c.log.samples,
-        saved_config=c.to_dict(),
+        devices=mesh_size,
+        saved_config=resume.saved(c),
     )
-
-
-def _make_run_dir(c: Config) -> None:
-    try:
-        Path(c.run_dir).mkdir(parents=True, exist_ok=True)
-        (Path(c.run_dir) / "config.json").touch()
-    except OSError as error:
-        raise UserError(f"config.run_dir={c.run_dir!r} cannot be written: {error}") from error
-
-
-def _resume(c: Config, checkpoints: Checkpoints, pool: LocalPool, stream: PromptStream, console: Console) -> int:
-    """Goes on from the newest checkpoint, if there is one; returns how many steps are done."""
-    step = checkpoints.latest()
-    if step is None:
-        return 0
-    if c.checkpoint.resume == "never":
-        raise UserError(
-            f"{checkpoints.folder} has checkpoints up to step {step} and config.checkpoint.resume is 'never'; choose "
-            "another config.run_dir or set config.checkpoint.resume='auto'"
-        )
-    rest = checkpoints.rest(step)
-    _check_unchanged(c, rest["config"], checkpoints.folder / str(step))
-    state = checkpoints.restore(step, pool.abstract_state())
-    pool.restore(state)
-    stream.set_state(rest["stream"])
-    console.out(f"resuming after step {step} from {checkpoints.folder / str(step)}")
-    return step
-
-
-# A checkpoint is not a state of a run with another one of these.
-_FIXED = ("task", "seed", "model.path", "model.hf_config", "model.vocab_pad_multiple")
-
-
-def _check_unchanged(c: Config, saved: Mapping[str, Any], checkpoint: Path) -> None:
-    now = c.to_dict()
-    changes = []
-    for key in _FIXED:
-        old, new = saved, now
-        for part in key.split("."):
-            old, new = old[part], new[part]
-        if old != new:
-            changes.append(f"config.{key} was {old!r} and is now {new!r}")
-    if changes:
-        raise UserError(
-            f"{checkpoint} belongs to another run: {'; '.join(changes)}. Change it back, or choose another run_dir"
-        )
-
-
-def load_run(run_dir: Path) -> Config:
-    """The config that a run was started with."""
-    path = run_dir / "config.json"
-    if not path.is_file():
-        raise UserError(f"{run_dir} is not a run folder: it has no config.json")
-    return configs.load(str(path))
 
 
 def describe_devices(mesh: Mesh) -> str:

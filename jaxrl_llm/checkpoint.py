@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from jaxrl_llm.types import TrainState, UserError
+
+logger = logging.getLogger("jaxrl_llm.checkpoint")
 
 
 class Checkpoints:
@@ -30,6 +33,9 @@ class Checkpoints:
             )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
+            best_fn=lambda metrics: metrics[
+                "best"
+            ],  # without it metrics are not written, and a resume forgets the best
             save_decision_policy=None,
             enable_async_checkpointing=True,
         )
@@ -41,12 +47,16 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, rest: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Starts writing; returns when the arrays have been copied. `rest`: JSON values (data position, config)."""
-        chosen = self._best_metric or next((k for k in metrics if k.startswith("val-core/")), None)
-        if metrics and chosen not in metrics:
-            raise UserError(
-                f"config.checkpoint.best_metric={chosen!r} is not evaluated; there are {', '.join(metrics)}"
+        if not self._best_metric:
+            self._best_metric = next((name for name in metrics if name.startswith("val-core/")), "")
+        best = metrics.get(self._best_metric)
+        if metrics and best is None:
+            logger.warning(
+                "checkpoint %d counts as the worst: config.checkpoint.best_metric=%r is not among %s",
+                step,
+                self._best_metric,
+                ", ".join(metrics),
             )
-        best = metrics[chosen] if metrics and chosen else None
         self._manager.save(
             step,
             args=ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), rest=ocp.args.JsonSave(dict(rest))),

@@ -34,6 +34,7 @@ class Run:
     save_every: int  # steps; 0: at the end only
     samples_every: int  # steps; 0: never
     samples: int
+    devices: int  # of the learner
     saved_config: Mapping[str, Any]
 
 
@@ -68,12 +69,12 @@ def train(run: Run) -> dict[str, float]:
         metrics |= {
             "training/global_step": step,
             "training/epoch": run.stream.epoch,
-            "perf/throughput": metrics["perf/total_num_tokens"] / metrics["timing_s/step"],
+            "perf/throughput": metrics["perf/total_num_tokens"] / metrics["timing_s/step"] / run.devices,
             "perf/compilations": compilations.count,
         }
         run.writer.progress(step, metrics)
         if _due(step, run.samples_every):
-            run.writer.samples(_shown(scored, run.samples))
+            run.writer.samples(step, _shown(scored, run.samples))
         last = step == run.total_steps
         evaluation = {}
         if run.evaluate and (_due(step, run.eval_every) or (last and run.eval_every)):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl_llm.data.stream import Prompts, evaluation_batches
+from jaxrl_llm.data.stream import Prompts
 from jaxrl_llm.rollout.engine import Sampling
 from jaxrl_llm.types import Prompt, Rollout, Scored
 
@@ -18,7 +18,6 @@ def evaluate(
     *,
     generate: Callable[[Sequence[Prompt], Sampling], list[Rollout]],
     score: Callable[[Sequence[Rollout]], list[Scored]],
-    batch_size: int,
 ) -> tuple[dict[str, float], list[Scored]]:
     """Metrics by data source, and all scored samples.
 
@@ -27,9 +26,7 @@ def evaluate(
     that could not be scored counts 0 here: it is an answer that was not right. How many there were is
     `val-aux/SOURCE/failed`.
     """
-    scored: list[Scored] = []
-    for batch in evaluation_batches(prompts, batch_size):
-        scored += score(generate(batch, sampling))
+    scored = score(generate(prompts.records, sampling))
     return summarize(scored, sampling.n), scored
 
 

@@ -14,6 +14,7 @@ safetensors. --step is the newest checkpoint by default, --dtype that of the mod
 def run(argv: list[str]) -> None:
     """Exports by these arguments."""
     import argparse
+    import math
     from pathlib import Path
 
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.export")
@@ -26,25 +27,28 @@ def run(argv: list[str]) -> None:
 
     import jax
 
-    from jaxrl_llm import assemble
-    from jaxrl_llm.checkpoint import Checkpoints
+    from jaxrl_llm import assemble, resume
     from jaxrl_llm.learner import param_shardings
     from jaxrl_llm.models import huggingface
     from jaxrl_llm.sharding.mesh import make_mesh
     from jaxrl_llm.types import UserError
 
-    c = assemble.load_run(args.run)
+    c = resume.load_run(args.run)
+    c.run_dir = str(args.run)
     source = assemble.model_source(c)
     model = assemble.decoder(c, source, c.model.dtype)
-    shardings = param_shardings(model, make_mesh({"fsdp": -1}))
+    # As many devices as divide the model's width: another machine than the run's may do it.
+    devices = jax.devices()[: math.gcd(len(jax.devices()), model.config.embed)]
+    shardings = param_shardings(model, make_mesh({"fsdp": -1}, devices))
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract, shardings)
-    checkpoints = Checkpoints(args.run, keep_last=1, keep_best=0, best_metric="")
+    checkpoints = resume.open_checkpoints(c)
     step = checkpoints.latest() if args.step is None else args.step
     if step is None:
         raise UserError(f"{checkpoints.folder} has no checkpoint yet")
     params = checkpoints.params(step, abstract)
+    checkpoints.close()
     huggingface.save(
-        args.out,
+        args.out.absolute(),
         params,
         source.hf,
         model.config,

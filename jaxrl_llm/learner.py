@@ -85,9 +85,14 @@ class Learner:
         self._prepare = jax.jit(self._prepare_step)
         self._update = jax.jit(self._update_step, donate_argnums=(0,), out_shardings=(self.shardings, None))
 
-    def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state, for restoring it."""
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, self.shardings)
+    def restore(self, load: Callable[[TrainState], TrainState]) -> None:
+        """Replaces the state by what `load` returns for its shapes, dtypes and shardings. The old one goes first: there
+        may be no room for both."""
+        abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, self.shardings
+        )
+        del self.state
+        self.state = load(abstract)
 
     def place(self, batch: SequenceBatch) -> SequenceBatch:
         """Puts a host batch on the mesh: rows over the data axes, per-sequence arrays everywhere."""

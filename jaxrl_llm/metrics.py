@@ -23,15 +23,15 @@ from tensorboardX import SummaryWriter
 
 from jaxrl_llm.types import Rollout, Scored
 
-# Columns of the progress line: title, metric, format.
+# Columns of the progress line: title, format, and the metric; of several the first that there is.
 _RL_COLUMNS = (
-    ("reward", "critic/rewards/mean", ".3f"),
-    ("kl", "actor/ppo_kl", ".1e"),
-    ("entropy", "actor/entropy", ".3f"),
-    ("length", "response_length/mean", ".1f"),
-    ("clipped", "actor/pg_clipfrac", ".3f"),
+    ("reward", ".3f", ("critic/rewards/mean",)),
+    ("kl", ".1e", ("actor/kl_loss", "actor/ppo_kl")),
+    ("entropy", ".3f", ("actor/entropy",)),
+    ("length", ".1f", ("response_length/mean",)),
+    ("clipped", ".3f", ("actor/pg_clipfrac",)),
 )
-_SFT_COLUMNS = (("loss", "actor/loss", ".4f"), ("grad", "actor/grad_norm", ".2f"))
+_SFT_COLUMNS = (("loss", ".4f", ("actor/loss",)), ("grad", ".2f", ("actor/grad_norm",)))
 
 
 class Compilations:
@@ -127,7 +127,8 @@ class Writer:
         self._console, self._total, self._first = console, total_steps, first_step
         self._columns = _SFT_COLUMNS if task == "sft" else _RL_COLUMNS
         self._start = time.perf_counter()
-        _keep_steps(self._path, first_step or -1)
+        for path in (self._path, self._path.with_name("samples.jsonl")):
+            _keep_steps(path, first_step or -1)
         self._file = self._path.open("a")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
 
@@ -147,7 +148,8 @@ class Writer:
         done, left = step - self._first, self._total - step
         eta = (time.perf_counter() - self._start) / max(done, 1) * left
         cells = [f"[bold]step {step:>{len(str(self._total))}}/{self._total}[/]"]
-        cells += [f"{title} {metrics[key]:{spec}}" for title, key, spec in self._columns if key in metrics]
+        for title, spec, names in self._columns:
+            cells += [f"{title} {metrics[name]:{spec}}" for name in names if name in metrics][:1]
         cells.append(f"{metrics.get('perf/throughput', 0.0):,.0f} tok/s")
         cells.append(f"{metrics['timing_s/step']:.1f} s")
         cells.append(f"left {_duration(eta)}")
@@ -159,8 +161,12 @@ class Writer:
         text = "  ".join(f"{name} {value:.3f}" for name, value in (main or dict(metrics)).items())
         self._console.print(f"[bold green]eval {step:>{len(str(self._total))}}[/]  {escape(text)}")
 
-    def samples(self, rows: Sequence[tuple[str, str, float | None, Any]]) -> None:
-        """Some generations: prompt, response, reward, ground truth."""
+    def samples(self, step: int, rows: Sequence[tuple[str, str, float | None, Any]]) -> None:
+        """Some generations (prompt, response, reward, ground truth): shortened on the terminal, whole in samples.jsonl."""
+        with self._path.with_name("samples.jsonl").open("a") as file:
+            for row in rows:
+                fields = dict(zip(("prompt", "response", "reward", "ground_truth"), row, strict=True))
+                file.write(json.dumps({"step": step, **fields}, default=str) + "\n")
         for prompt, response, reward, truth in rows:
             shown = "none" if reward is None else f"{reward:.2f}"
             text = f"  sample  {_ends(prompt)!r} -> {_ends(response)!r}  reward {shown}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxrl_llm.learner import Learner, Metrics
@@ -39,12 +39,8 @@ class Pool(Protocol):
         """What a checkpoint holds."""
         ...
 
-    def abstract_state(self) -> TrainState:
-        """Shapes and shardings of the state."""
-        ...
-
-    def restore(self, state: TrainState) -> None:
-        """Continues from a checkpoint's state."""
+    def restore(self, load: Callable[[TrainState], TrainState]) -> None:
+        """Continues from the state that `load` returns for the abstract one (shapes, dtypes, shardings)."""
         ...
 
     def close(self) -> None:
@@ -76,7 +72,8 @@ class LocalPool:
         return self._learner.update(batch)
 
     def sync_weights(self, version: int) -> None:
-        """See `Pool`."""
+        """See `Pool`. The engine's old weights go first: the devices are the learner's too, and have no room for both."""
+        self._engine.close()
         params, checksum = self._reshard(self._learner.state.params)
         self._engine.load(params, version, checksum)
 
@@ -84,13 +81,9 @@ class LocalPool:
         """See `Pool`."""
         return self._learner.state
 
-    def abstract_state(self) -> TrainState:
+    def restore(self, load: Callable[[TrainState], TrainState]) -> None:
         """See `Pool`."""
-        return self._learner.abstract_state()
-
-    def restore(self, state: TrainState) -> None:
-        """See `Pool`."""
-        self._learner.state = state
+        self._learner.restore(load)
 
     def close(self) -> None:
         """See `Pool`."""

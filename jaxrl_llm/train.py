@@ -32,9 +32,11 @@ def run(argv: list[str]) -> None:
     with parts.resources:
         train(parts.run)
     where = parts.run_dir
+    board = f" (TensorBoard: {where / 'tensorboard'})" if c.log.tensorboard else ""
     console.out(
         f"done: {parts.run.total_steps} steps\n"
-        f"  metrics      {where / 'metrics.jsonl'} (TensorBoard: {where / 'tensorboard'})\n"
+        f"  metrics      {where / 'metrics.jsonl'}{board}\n"
+        f"  samples      {where / 'samples.jsonl'}\n"
         f"  checkpoints  {where / 'checkpoints'}\n"
         f"  export with  python -m jaxrl_llm.export --run {where} --out {where / 'export'}"
     )

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxrl_llm.models.config import DecoderConfig, ModelError
 from jaxrl_llm.models.layers import (
@@ -29,6 +30,7 @@ from jaxrl_llm.models.layers import (
     rope_tables,
     rotate,
 )
+from jaxrl_llm.sharding.rules import Constrain, Rules, constrainer
 
 # How the scanned layer is rematerialised in the backward pass.
 REMAT = {
@@ -38,6 +40,10 @@ REMAT = {
 }
 
 _NO_WINDOW = np.iinfo(np.int32).max
+
+# Rows lie on the data axes and the model width on no axis: what FSDP cuts is weights, which are gathered layer by layer.
+# Left to itself the compiler would rather cut the width of activations and do the whole batch everywhere.
+_ACTIVATION = ("batch", "length", "norm")
 
 
 class Cache(NamedTuple):
@@ -91,12 +97,20 @@ class Layers(nnx.Module):
 class Decoder(nnx.Module):
     """Token ids to final hidden states; the head is `models.logprobs` in training, `logits` in sampling."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any = jnp.float32, remat: str = "none"):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        *,
+        dtype: Any = jnp.float32,
+        remat: str = "none",
+        constrain: Constrain = lambda x, dims: x,
+    ):
         """`dtype`: of activations and of the weights as they are used; parameters are kept as given.
-        `remat`: a key of REMAT."""
+        `remat`: a key of REMAT. `constrain`: how activations lie on a mesh."""
         if remat not in REMAT:
             raise ModelError(f"remat {remat!r} is unknown; choose one of {', '.join(REMAT)}")
-        self.config, self.dtype, self.remat = config, jnp.dtype(dtype), remat
+        self.config, self.dtype, self.remat, self.constrain = config, jnp.dtype(dtype), remat, constrain
         table = (config.padded_vocab, config.embed)
         self.embedding = parameter(rngs, table, ("vocab", "embed"), normal(0.02))
         self.layers = Layers(config, rngs)
@@ -145,7 +159,8 @@ class Decoder(nnx.Module):
                 out = attend(q, k_view.astype(q.dtype), v_view.astype(q.dtype), mask[:, None])
                 return out, Cache(k, v)
 
-            return self._layer(params)(x, rope, attention), None
+            x, cache = self._layer(params)(x, rope, attention)
+            return (self.constrain(x, _ACTIVATION), cache), None
 
         x = self._embed(token_ids_B[:, None])
         scanned = (self._stacked(), self._windows(), jnp.arange(self.config.num_layers))
@@ -153,15 +168,19 @@ class Decoder(nnx.Module):
         return rms_norm(x, self.norm[...], self.config.norm_epsilon)[:, 0], cache
 
     def head_matrix(self) -> jax.Array:
-        """[V, D]: the output embedding; the input embedding itself when they are tied."""
-        return (self.embedding if self.config.tie_embeddings else self.head)[...]
+        """[V, D], in `dtype`: the output embedding; the input embedding itself when they are tied. Gathered once along
+        the model width, and not for every chunk of tokens that it is applied to."""
+        return self._table(self.embedding if self.config.tie_embeddings else self.head)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V] of hidden states [..., D]; -inf for the ids that only pad the vocabulary."""
         return head_logits(hidden, self.head_matrix(), self.config.vocab_size)
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
-        return self.embedding[...].at[token_ids].get(mode="clip").astype(self.dtype)
+        return self.constrain(self._table(self.embedding).at[token_ids].get(mode="clip"), _ACTIVATION)
+
+    def _table(self, param: nnx.Param) -> jax.Array:
+        return self.constrain(param[...].astype(self.dtype), ("vocab", "norm"))
 
     def _stacked(self) -> Any:
         return nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
@@ -186,7 +205,8 @@ class Decoder(nnx.Module):
             def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
                 return attend(q, k, v, mask), (k, v) if keep else None
 
-            return self._layer(params)(x, rope, attention)
+            x, kept = self._layer(params)(x, rope, attention)
+            return self.constrain(x, _ACTIVATION), kept
 
         policy = REMAT[self.remat]
         body = jax.checkpoint(layer, policy=policy, prevent_cse=False) if policy else layer
@@ -228,9 +248,19 @@ class Model(NamedTuple):
         return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def build(config: DecoderConfig, *, dtype: Any = jnp.float32, remat: str = "none") -> Model:
-    """The decoder's structure; computes nothing."""
-    module = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype=dtype, remat=remat))
+def build(
+    config: DecoderConfig,
+    *,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    rules: Rules | None = None,
+    mesh: Mesh | None = None,
+) -> Model:
+    """The decoder's structure; computes nothing. With `rules` and `mesh` its activations are laid out by them."""
+    options: dict[str, Any] = {"dtype": dtype, "remat": remat}
+    if rules is not None and mesh is not None:
+        options["constrain"] = constrainer(rules, mesh)
+    module = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), **options))
     graph, state = nnx.split(module, nnx.Param)
     dims = jax.tree.map(
         lambda p: p.get_metadata()["logical_dims"], state, is_leaf=lambda x: isinstance(x, nnx.Variable)

@@ -27,6 +27,9 @@ def normal(scale: float) -> Callable[..., jax.Array]:
     return jax.nn.initializers.normal(scale)
 
 
+# Queries whose scores exist at the same time.
+QUERY_BLOCK = 512
+
 zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
 
@@ -111,8 +114,26 @@ def attend(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: ja
     """Softmax attention with grouped query heads, [B, T, N, H]; scores in float32.
 
     Keys and values are head-major, as the cache keeps them. A query that may see nothing (padding) returns the mean of
-    all values: finite, and masked by whoever uses it.
+    all values: finite, and masked by whoever uses it. Long sequences go through a block of queries at a time, computed
+    again in the backward pass, so that at most [B, N, QUERY_BLOCK, S] scores exist.
     """
+    B, T, N, H = q_BTNH.shape
+    if T <= QUERY_BLOCK:
+        return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+    blocks = -(-T // QUERY_BLOCK)
+    pad = blocks * QUERY_BLOCK - T
+    q = jnp.pad(q_BTNH, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(B, blocks, QUERY_BLOCK, N, H)
+    mask = jnp.pad(mask_BTS, ((0, 0), (0, pad), (0, 0))).reshape(B, blocks, QUERY_BLOCK, -1)
+
+    @jax.checkpoint
+    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _attend(block[0], k_BKSH, v_BKSH, block[1])
+
+    out = jax.lax.map(one, (q.swapaxes(0, 1), mask.swapaxes(0, 1)))
+    return out.swapaxes(0, 1).reshape(B, blocks * QUERY_BLOCK, N, H)[:, :T]
+
+
+def _attend(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.shape[1]
     precision = precision_of(q_BTNH.dtype)

@@ -7,7 +7,7 @@ that name is cut. Dimensions without an entry (head_dim, norm, layers, ...) are 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,6 +92,18 @@ def tree_shardings(abstract: Any, dims: Any, rules: Rules, mesh: Mesh) -> Any:
         abstract,
         dims,
     )
+
+
+Constrain = Callable[[jax.Array, Sequence[str]], jax.Array]
+
+
+def constrainer(rules: Rules, mesh: Mesh) -> Constrain:
+    """A function that tells the compiler how an activation with these dimension names lies."""
+
+    def constrain(x: jax.Array, dims: Sequence[str]) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, named_sharding("activation", x.shape, dims, rules, mesh))
+
+    return constrain
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -13,6 +13,7 @@ from jaxrl_llm.learner import Learner, Objective, param_shardings
 from jaxrl_llm.models.config import DecoderConfig, Rope
 from jaxrl_llm.models.decoder import build
 from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import TRAINING
 from jaxrl_llm.types import Prompt, Rollout, Scored
 
 TINY = DecoderConfig(
@@ -48,7 +49,7 @@ def make_objective(**changes):
 
 
 def make_learner(on, objective, *, learning_rate=1e-2, epochs=1, remat="none", dtype="float32", seed=0):
-    model = build(TINY, dtype=dtype, remat=remat)
+    model = build(TINY, dtype=dtype, remat=remat, rules=TRAINING, mesh=on)
     params = jax.device_put(_random_params(seed), param_shardings(model, on))
     rate = optimizer.schedule(
         "constant", learning_rate=learning_rate, warmup_steps=0, total_updates=1, final_fraction=1.0

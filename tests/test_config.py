@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.config_checks import validate
 from jaxrl_llm.configs import base
 from jaxrl_llm.types import UserError
 
@@ -19,7 +20,7 @@ def runnable():
 
 def refused(*argv):
     with pytest.raises(UserError) as error:
-        configs.validate(configs.parse(["--config", "quickstart", *argv])[0])
+        validate(configs.parse(["--config", "quickstart", *argv])[0])
     return str(error.value)
 
 
@@ -28,7 +29,7 @@ def test_every_recipe_is_valid(name):
     c = configs.load(name)
     if not c.data.train:
         c.data.train = ("data.jsonl",)
-    configs.validate(c)
+    validate(c)
 
 
 def test_overrides_are_read_by_the_type_of_the_default():

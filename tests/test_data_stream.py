@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.stream import PromptStream, evaluation_batches, load_prompts
+from jaxrl_llm.data.stream import PromptStream, load_prompts
 from jaxrl_llm.types import UserError
 from tests.test_data_chat import save_tokenizer
 
@@ -300,10 +300,3 @@ def test_a_batch_larger_than_the_data_needs_carry(numbered):
     order = [row for batch in take(stream, 3) for row in batch]
     assert [sorted(order[start : start + 3]) for start in range(0, 12, 3)] == [[0, 1, 2]] * 4
     assert "drop, carry, got 'keep'" in message_of(PromptStream, numbered(3), batch_size=1, seed=0, remainder="keep")
-
-
-@pytest.mark.parametrize(("rows", "sizes"), [(10, [4, 4, 2]), (8, [4, 4]), (3, [3])])
-def test_evaluation_sees_every_row_exactly_once(numbered, rows, sizes):
-    batches = rows_of(evaluation_batches(numbered(rows), 4))
-    assert [len(batch) for batch in batches] == sizes
-    assert [row for batch in batches for row in batch] == list(range(rows))

@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -121,12 +122,28 @@ def test_everything_on_the_mesh_is_sharded_like_its_parameter():
 
 
 def test_the_loss_is_the_token_mean_over_the_whole_mini_batch():
-    scored = make_scored()
+    scored = make_scored(failed=(3,))
     learner = make_learner(mesh(), make_objective())
-    totals = [
-        finish(learner.gradients(prepared(learner, scored, spec(rows)))[1])["actor/pg_loss"] for rows in (8, 4, 1)
-    ]
-    assert totals == pytest.approx([totals[0]] * 3, rel=1e-5)
+    for rows in (8, 1):
+        batch, _ = learner.prepare(learner.place(pack(scored, spec(rows))))
+        # On-policy the loss of a token is less its advantage.
+        mask = np.asarray(batch.sequences.action_mask)
+        assert mask.sum() == sum(s.rollout.response_length for s in scored if s.reward is not None)
+        expected = -np.asarray(batch.advantages)[mask].mean()
+        assert finish(learner.gradients(batch)[1])["actor/pg_loss"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_every_device_works_on_its_own_rows_only(axes):
+    on = mesh(8, **axes)
+    learner = make_learner(on, make_objective())
+    batch = unprepared(learner, make_scored(groups=16), spec(32, sequences=32))
+    lowered = jax.jit(learner._gradients).lower(learner.state.params, batch, 0)
+    text = lowered.compile().as_text()
+    rows = 32 // (on.shape["data"] * on.shape["fsdp"])
+    shapes = re.findall(r"= f32\[([0-9,]+)\]\S* (?:dot|all-reduce)\(", text)
+    assert f"{rows * 24},{64 // on.shape['tensor']}" in shapes  # a dot that gives the ffn's activations
+    assert not [shape for shape in shapes if shape.startswith(("32,24,", "768,"))]
 
 
 def test_metrics_of_parts_add_up_to_the_mean_over_all():

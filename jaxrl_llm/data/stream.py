@@ -42,11 +42,12 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hexadecimal SHA-256 of all texts and token ids, in order."""
+        """Hexadecimal SHA-256 of all texts, token ids and answers, in order."""
         digest = hashlib.sha256()
         for record in self.records:
             response = b"" if record.response_ids is None else record.response_ids.astype("<i4").tobytes()
-            for part in (record.text.encode(), record.token_ids.astype("<i4").tobytes(), response):
+            answer = repr(record.ground_truth).encode()
+            for part in (record.text.encode(), record.token_ids.astype("<i4").tobytes(), response, answer):
                 digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
 
@@ -243,12 +244,6 @@ class PromptStream:
         row = self._order[epoch * len(self.prompts) + offset]
         assert row is not None  # grain's type allows filtered elements; nothing filters here
         return replace(self.prompts[row], uid=position)
-
-
-def evaluation_batches(prompts: Prompts, size: int) -> Iterator[list[Prompt]]:
-    """Every prompt exactly once, in order, `size` at a time; the last batch may be shorter."""
-    for start in range(0, len(prompts), size):
-        yield list(prompts.records[start : start + size])
 
 
 def _rows(paths: Sequence[str]) -> Iterator[tuple[str, str, sources.Row]]:

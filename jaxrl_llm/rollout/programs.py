@@ -48,9 +48,16 @@ def admit(
 ) -> tuple[Cache, Slots, jax.Array]:
     """Cache and slots with the new requests, and the log-probability of the first token of each slot."""
 
-    def copy(to: jax.Array, source: jax.Array) -> jax.Array:
-        width = min(source.shape[3], to.shape[3])
-        return to.at[:, slot, :, :width].set(source[:, place, :, :width].astype(to.dtype), mode="drop")
+    width = min(prefix.k.shape[3], cache.k.shape[3])
+
+    def copy_layer(i: jax.Array, to: Cache) -> Cache:
+        # Layer by layer: the prompts of all requests at once would be a second cache.
+        def copy(to: jax.Array, source: jax.Array) -> jax.Array:
+            return to.at[i, slot, :, :width].set(source[i, place, :, :width].astype(to.dtype), mode="drop")
+
+        return Cache(copy(to.k, prefix.k), copy(to.v, prefix.v))
+
+    cache = jax.lax.fori_loop(0, cache.k.shape[0], copy_layer, cache)
 
     token, logprob = sample(prefix_logits[place], seed, length, filters, filtered=filtered)
 
@@ -65,7 +72,7 @@ def admit(
         seed=put(slots.seed, seed),
     )
     first = put(jnp.zeros(slots.token.shape, jnp.float32), logprob)
-    return Cache(copy(cache.k, prefix.k), copy(cache.v, prefix.v)), new, first
+    return cache, new, first
 
 
 def dispatch(
