@@ -120,7 +120,8 @@ def _ranges(c: Config) -> Iterator[tuple[bool, str]]:
     not_negative = (
         "total_steps total_epochs data.val_limit rollout.top_k eval.every eval.temperature eval.top_k checkpoint.every "
         "checkpoint.keep_best optimizer.warmup_steps optimizer.weight_decay optimizer.max_grad_norm log.samples_every "
-        "log.samples algorithm.length_norm algorithm.kl_loss_coef seed optimizer.beta1 optimizer.beta2 rollout.min_p optimizer.final_fraction"
+        "log.samples algorithm.length_norm algorithm.kl_loss_coef "
+        "seed optimizer.beta1 optimizer.beta2 rollout.min_p optimizer.final_fraction"
     )
     for key in not_negative.split():
         yield flat[key] < 0, f"config.{key} must not be negative, got {flat[key]}"

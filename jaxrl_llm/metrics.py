@@ -162,7 +162,7 @@ class Writer:
         self._console.print(f"[bold green]eval {step:>{len(str(self._total))}}[/]  {escape(text)}")
 
     def samples(self, step: int, rows: Sequence[tuple[str, str, float | None, Any]]) -> None:
-        """Some generations (prompt, response, reward, ground truth): shortened on the terminal, whole in samples.jsonl."""
+        """Some generations (prompt, response, reward, truth): shortened on the terminal, whole in samples.jsonl."""
         with self._path.with_name("samples.jsonl").open("a") as file:
             for row in rows:
                 fields = dict(zip(("prompt", "response", "reward", "ground_truth"), row, strict=True))

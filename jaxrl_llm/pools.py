@@ -72,7 +72,7 @@ class LocalPool:
         return self._learner.update(batch)
 
     def sync_weights(self, version: int) -> None:
-        """See `Pool`. The engine's old weights go first: the devices are the learner's too, and have no room for both."""
+        """See `Pool`. The engine's old weights go first: the devices are the learner's too and need not hold both."""
         self._engine.close()
         params, checksum = self._reshard(self._learner.state.params)
         self._engine.load(params, version, checksum)

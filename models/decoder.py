@@ -41,8 +41,8 @@ REMAT = {
 
 _NO_WINDOW = np.iinfo(np.int32).max
 
-# Rows lie on the data axes and the model width on no axis: what FSDP cuts is weights, which are gathered layer by layer.
-# Left to itself the compiler would rather cut the width of activations and do the whole batch everywhere.
+# Rows lie on the data axes and the model width on no axis: what FSDP cuts is weights, gathered layer by layer. Left to
+# itself the compiler would rather cut the width of activations and do the whole batch everywhere.
 _ACTIVATION = ("batch", "length", "norm")
 
 

@@ -4,7 +4,7 @@ A prompt is read once (prefill) and its keys and values are copied into the slot
 decode together, `steps_per_dispatch` tokens at a time in one compiled loop; between dispatches, slots that have ended
 are given to the next requests. New weights come in between calls of `generate`.
 
-Shapes: S slots, P prompts of one prefill, R requests admitted at once, E end-of-sequence ids.
+Shapes: S slots, P prompts of one prefill.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jax.sharding import Mesh
 from jaxrl_llm.models.decoder import Cache, Model
 from jaxrl_llm.rollout import programs
 from jaxrl_llm.rollout.engine import Request, Sampling
-from jaxrl_llm.rollout.programs import Slots
+from jaxrl_llm.rollout.programs import Admission, Slots
 from jaxrl_llm.rollout.sampling import Filters
 from jaxrl_llm.sharding import reshard
-from jaxrl_llm.sharding.rules import INFERENCE, named_sharding, replicated
+from jaxrl_llm.sharding.rules import INFERENCE, constrainer, named_sharding, replicated
 from jaxrl_llm.types import Rollout, UserError
 
 
@@ -89,7 +89,7 @@ class JaxEngine:
         )
         self._prefill = jax.jit(partial(programs.prefill, model))
         self._admit = jax.jit(
-            partial(programs.admit, self._eos),
+            partial(programs.admit, constrainer(INFERENCE, mesh), self._eos),
             static_argnames="filtered",
             donate_argnums=(0, 1),
             out_shardings=(cache, self._everywhere, self._everywhere),
@@ -198,32 +198,27 @@ class _Job:
     def _start(self, batch: list[tuple[int, _Running]]) -> None:
         """Copies prompts into slots and samples the first token of each."""
         engine = self.engine
-        # Two sizes, so that a few refills do not cost as much as filling all slots, and little is compiled.
-        size = engine._slots if len(batch) > engine._slots // 8 else max(1, engine._slots // 8)
-        columns = np.zeros((5, size), np.int64)
-        columns[0] = engine._slots  # out of range: dropped
-        for i, (slot, run) in enumerate(batch):
-            r = run.request
-            columns[:, i] = (
-                slot,
-                self._prefix.index[r.prompt.uid],
-                len(r.prompt.token_ids),
-                r.max_tokens,
-                r.seed,
+        columns: Any = (np.zeros(engine._slots, d) for d in (bool, np.int32, np.int32, np.int32, np.uint32))
+        new: Any = Admission(*columns)
+        for slot, run in batch:
+            prompt = run.request.prompt
+            values = (
+                True,
+                self._prefix.index[prompt.uid],
+                len(prompt.token_ids),
+                run.request.max_tokens,
+                run.request.seed,
             )
+            for column, value in zip(new, values, strict=True):
+                column[slot] = value
             self.running[slot] = run
             self._killed[slot] = False
-        slot, place, length, budget = columns[:4].astype(np.int32)
         engine._cache, self._slots, logprobs = engine._admit(
             engine._cache,
             self._slots,
             self._prefix.cache,
             self._prefix.logits,
-            slot,
-            place,
-            length,
-            budget,
-            columns[4].astype(np.uint32),
+            new,
             self._filters,
             filtered=self._filtered,
         )

@@ -1,6 +1,6 @@
 """The compiled parts of the jax engine: reading prompts, filling slots, decoding.
 
-Shapes: S slots, P prompts of one prefill, R requests admitted at once, V vocabulary.
+Shapes: S slots, P prompts of one prefill, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models.decoder import Cache, Model
 from jaxrl_llm.rollout.sampling import Filters, sample
+from jaxrl_llm.sharding.rules import Constrain
 
 
 class Slots(NamedTuple):
@@ -24,6 +25,16 @@ class Slots(NamedTuple):
     seed: jax.Array  # uint32 [S]
 
 
+class Admission(NamedTuple):
+    """Which slots get a request now, and which; the rest keep what they have."""
+
+    fresh: jax.Array  # bool [S]
+    place: jax.Array  # int32 [S]: which of the prompts read
+    length: jax.Array  # int32 [S]: of the prompt
+    budget: jax.Array  # int32 [S]: tokens that it may have
+    seed: jax.Array  # uint32 [S]
+
+
 def prefill(model: Model, params: Any, ids: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
     """Logits of the first response token [P, V], and the prompts' keys and values."""
     module = model.bind(params)
@@ -32,47 +43,44 @@ def prefill(model: Model, params: Any, ids: jax.Array, lengths: jax.Array) -> tu
 
 
 def admit(
+    constrain: Constrain,
     eos: tuple[int, ...],
     cache: Cache,
     slots: Slots,
     prefix: Cache,
     prefix_logits: jax.Array,
-    slot: jax.Array,  # int32 [R]; out of range where there is no request
-    place: jax.Array,  # int32 [R]: which of the prompts
-    length: jax.Array,  # int32 [R]: of the prompt
-    budget: jax.Array,  # int32 [R]
-    seed: jax.Array,  # uint32 [R]
+    new: Admission,
     filters: Filters,
     *,
     filtered: bool,
 ) -> tuple[Cache, Slots, jax.Array]:
     """Cache and slots with the new requests, and the log-probability of the first token of each slot."""
-
     width = min(prefix.k.shape[3], cache.k.shape[3])
+    dims = ("kv_heads", "length", "head_dim")
 
-    def copy_layer(i: jax.Array, to: Cache) -> Cache:
-        # Layer by layer: the prompts of all requests at once would be a second cache.
-        def copy(to: jax.Array, source: jax.Array) -> jax.Array:
-            return to.at[i, slot, :, :width].set(source[i, place, :, :width].astype(to.dtype), mode="drop")
+    def fill_layer(i: jax.Array, to: Cache) -> Cache:
+        # Layer by layer, and every slot from its own place: the prompts of all slots at once would be a second cache.
+        def fill(to: jax.Array, source: jax.Array) -> jax.Array:
+            prompts = constrain(source[i].astype(to.dtype), ("norm", *dims))[:, :, :width]
+            kept = jnp.where(new.fresh[:, None, None, None], prompts[new.place], to[i, :, :, :width])
+            return to.at[i, :, :, :width].set(constrain(kept, ("batch", *dims)))
 
-        return Cache(copy(to.k, prefix.k), copy(to.v, prefix.v))
+        return Cache(fill(to.k, prefix.k), fill(to.v, prefix.v))
 
-    cache = jax.lax.fori_loop(0, cache.k.shape[0], copy_layer, cache)
+    cache = jax.lax.fori_loop(0, cache.k.shape[0], fill_layer, cache)
+    token, logprob = sample(prefix_logits[new.place], new.seed, new.length, filters, filtered=filtered)
 
-    token, logprob = sample(prefix_logits[place], seed, length, filters, filtered=filtered)
+    def put(old: jax.Array, values: jax.Array) -> jax.Array:
+        return jnp.where(new.fresh, values, old)
 
-    def put(to: jax.Array, values: jax.Array) -> jax.Array:
-        return to.at[slot].set(values, mode="drop")
-
-    new = Slots(
+    slots = Slots(
         token=put(slots.token, token),
-        position=put(slots.position, length),
-        remaining=put(slots.remaining, budget - 1),
-        active=put(slots.active, (budget > 1) & ~_is_eos(token, eos)),
-        seed=put(slots.seed, seed),
+        position=put(slots.position, new.length),
+        remaining=put(slots.remaining, new.budget - 1),
+        active=put(slots.active, (new.budget > 1) & ~_is_eos(token, eos)),
+        seed=put(slots.seed, new.seed),
     )
-    first = put(jnp.zeros(slots.token.shape, jnp.float32), logprob)
-    return cache, new, first
+    return cache, slots, logprob
 
 
 def dispatch(
