@@ -289,11 +289,11 @@ def assemble(c: Config, console: Console) -> Assembled:
     mesh = mesh_of(c)
     console.out(f"devices: {describe_devices(mesh)}")
     with ExitStack() as resources:
+        rewards = reward_pool(c)
+        resources.callback(rewards.close)
         checkpoints = resume.open_checkpoints(c)
         resources.callback(checkpoints.close)
         start = resume.steps_done(c, checkpoints, stream)
-        rewards = reward_pool(c)
-        resources.callback(rewards.close)
         updates = total_steps * (c.data.train_batch_size // c.learner.mini_batch_size) * c.learner.epochs
         pool = local_pool(c, source, mesh, learner(c, source, mesh, minimised, updates), rewards, console)
         resources.callback(pool.close)

@@ -14,6 +14,10 @@ from jaxrl_llm.types import TrainState, UserError
 logger = logging.getLogger("jaxrl_llm.checkpoint")
 
 
+def _best(metrics: Mapping[str, float]) -> float:
+    return metrics["best"]
+
+
 class Checkpoints:
     """The checkpoints of one run, `run_dir/checkpoints/STEP`."""
 
@@ -25,17 +29,11 @@ class Checkpoints:
         policies: list[Any] = [ocp.checkpoint_managers.LatestN(keep_last)]
         if keep_best:
             policies.append(
-                ocp.checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: metrics["best"],
-                    n=keep_best,
-                    keep_checkpoints_without_metrics=False,
-                )
+                ocp.checkpoint_managers.BestN(get_metric_fn=_best, n=keep_best, keep_checkpoints_without_metrics=False)
             )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
-            best_fn=lambda metrics: metrics[
-                "best"
-            ],  # without it metrics are not written, and a resume forgets the best
+            best_fn=_best if keep_best else None,  # without it metrics are not written, and a resume forgets the best
             save_decision_policy=None,
             enable_async_checkpointing=True,
         )

@@ -116,7 +116,7 @@ def _unknown(full: str, section: str, siblings: Sequence[str]) -> str:
     near = (
         [name for name in known if name.rsplit(".", 1)[-1] == leaf]
         or [f"{section}.{s}".lstrip(".") for s in difflib.get_close_matches(leaf, siblings, n=1)]
-        or difflib.get_close_matches(full, known, n=1, cutoff=0.75)
+        or difflib.get_close_matches(full, known, n=1, cutoff=0.85)
     )
     if near:
         text += f"; did you mean config.{near[0]}?"

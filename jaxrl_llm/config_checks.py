@@ -26,7 +26,8 @@ def _checks(c: Config) -> Iterator[tuple[bool, str]]:
     yield not d.train, "config.data.train is empty: name at least one file"
     yield (
         (c.total_steps == 0) == (c.total_epochs == 0),
-        f"exactly one of config.total_steps={c.total_steps} and config.total_epochs={c.total_epochs} must be 0",
+        f"config.total_steps={c.total_steps} and config.total_epochs={c.total_epochs}: set the one to count by, "
+        "and the other to 0",
     )
     yield not c.run_dir or "://" in c.run_dir, f"config.run_dir={c.run_dir!r} must be a folder of a file system"
     yield "" in r.stop, "config.rollout.stop holds an empty text, which every response contains"

@@ -23,7 +23,8 @@ def open_checkpoints(c: Config) -> Checkpoints:
         Path(c.run_dir).mkdir(parents=True, exist_ok=True)
         (Path(c.run_dir) / "config.json").touch()
         k = c.checkpoint
-        return Checkpoints(Path(c.run_dir), keep_last=k.keep_last, keep_best=k.keep_best, best_metric=k.best_metric)
+        keep_best = k.keep_best if c.data.val and c.eval.every else 0  # nothing tells which is best
+        return Checkpoints(Path(c.run_dir), keep_last=k.keep_last, keep_best=keep_best, best_metric=k.best_metric)
     except OSError as error:
         raise UserError(f"config.run_dir={c.run_dir!r} cannot be written: {error}") from error
 

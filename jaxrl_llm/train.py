@@ -32,11 +32,12 @@ def run(argv: list[str]) -> None:
     with parts.resources:
         train(parts.run)
     where = parts.run_dir
+    samples = f"  samples      {where / 'samples.jsonl'}\n" if (where / "samples.jsonl").exists() else ""
     board = f" (TensorBoard: {where / 'tensorboard'})" if c.log.tensorboard else ""
     console.out(
         f"done: {parts.run.total_steps} steps\n"
         f"  metrics      {where / 'metrics.jsonl'}{board}\n"
-        f"  samples      {where / 'samples.jsonl'}\n"
+        f"{samples}"
         f"  checkpoints  {where / 'checkpoints'}\n"
         f"  export with  python -m jaxrl_llm.export --run {where} --out {where / 'export'}"
     )
