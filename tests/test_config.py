@@ -30,6 +30,7 @@ def test_every_recipe_is_valid(name):
     if not c.data.train:
         c.data.train = ("data.jsonl",)
     validate(c)
+    assert c.is_locked
 
 
 def test_overrides_are_read_by_the_type_of_the_default():

@@ -54,6 +54,7 @@ LAYOUTS = {
     "fsdp 2": lambda: (mesh(2, fsdp=2), spec(4)),
     "tensor 4": lambda: (mesh(4, tensor=4), spec(4)),
     "fsdp 8": lambda: (mesh(8, fsdp=8), spec(8)),
+    "context 2": lambda: (mesh(2, context=2), spec(4)),
     "data 2, fsdp 2, tensor 2, packed": lambda: (
         mesh(8, data=2, fsdp=2, tensor=2),
         spec(4, packing=True, length=48),

@@ -247,10 +247,12 @@ def test_a_file_that_takes_longer_to_import_than_the_time_out_is_no_time_out(tmp
         assert [s.reward for s in pool.score(rollouts("a", "b"))] == [1.0, 1.0]
 
 
-def test_a_weight_that_names_no_component_is_refused_once_a_sample_is_scored(actions):
+def test_a_weight_that_names_no_component_of_three_scored_batches_is_refused(actions):
     with pool_of(actions, weights={"atc": 2.0}) as pool:
         (failed,) = pool.score(rollouts("none"))
         assert failed.error == "act: returned None"
+        for _ in range(2):
+            pool.score(rollouts("1"))
         with pytest.raises(UserError, match=r"'atc'.*did you mean 'act'.*Known components: act\."):
             pool.score(rollouts("none", "1"))
 

@@ -27,6 +27,7 @@ pebble.CONSTS.term_timeout = 0.1
 
 _LOGGED_FAILURES = 3  # a batch
 _FAILED_BATCHES = 3  # in a row, before training on nothing is refused
+_WEIGHED_BATCHES = 3  # until a weight must have met its component: sources of data may differ in what they give
 _POOL_LOSSES = 3  # in a batch, before the workers are taken for unable to start
 
 
@@ -69,7 +70,8 @@ class RewardPool:
         self._initargs = ([(function.spec, function.kwargs) for function in loaded],)
         self._lock = threading.Lock()
         self._closed = False
-        self._weights_checked = False
+        self._known: set[str] = set()  # components seen in the first batches
+        self._weighed_batches = 0
         self._failed_batches = 0
         self._pool: pebble.ProcessPool | None = None  # started by the first batch
 
@@ -78,7 +80,7 @@ class RewardPool:
         sample that raises, hangs, kills its worker or returns anything but finite numbers has no components,
         reward None and the reason in `error`.
 
-        Raises UserError if a weight names no component of the first batch that could be scored, or if three
+        Raises UserError if a weight names no component of the first three batches that could be scored, or if three
         batches in a row failed altogether.
         """
         with self._lock:
@@ -220,16 +222,18 @@ class RewardPool:
             )
 
     def _check_weights(self, scored: Sequence[Scored]) -> None:
-        known = {name for sample in scored for name in sample.components}
-        if self._weights_checked or not known:
+        found = {name for sample in scored for name in sample.components}
+        if not found or self._weighed_batches == _WEIGHED_BATCHES:
             return
-        for name in self._weights:
-            if name not in known:
-                raise UserError(
-                    f"reward pool: there is a weight for {name!r}, which no reward function "
-                    f"returns{nearest(name, known)}. Known components: {', '.join(sorted(known))}."
-                )
-        self._weights_checked = True
+        self._known |= found
+        self._weighed_batches += 1
+        missing = [name for name in self._weights if name not in self._known]
+        if missing and self._weighed_batches == _WEIGHED_BATCHES:
+            raise UserError(
+                f"reward pool: there is a weight for {missing[0]!r}, which no reward function returned in "
+                f"{_WEIGHED_BATCHES} batches{nearest(missing[0], self._known)}. Known components: "
+                f"{', '.join(sorted(self._known))}."
+            )
 
 
 def _sample(rollout: Rollout) -> dict[str, Any]:
