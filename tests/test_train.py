@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -114,6 +115,39 @@ def test_a_run_that_stops_and_is_started_again_gives_the_same_metrics_and_weight
     assert "resuming after step 2" in shown
     assert comparable(resumed) == comparable(lines)
     jax.tree.map(np.testing.assert_array_equal, its_state, state)
+
+
+def test_samples_are_kept_whole(straight, tmp_path):
+    run(small(tmp_path, **{"log.samples_every": 1, "log.samples": 2, "total_steps": 2, "eval.every": 0}))
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 1, 2, 2]
+    assert set(rows[0]) == {"step", "prompt", "response", "reward", "ground_truth"}
+    assert rows[0]["prompt"].endswith("=")
+
+
+def test_a_resume_from_another_model_is_refused_by_name(straight, tmp_path):
+    run_dir, *_ = straight
+    model = tmp_path / "model"
+    shutil.copytree(configs.load("quickstart").model.path, model)
+    with pytest.raises(UserError, match=r"belongs to another run: config\.model\.path was '.*' and is now '.*model'"):
+        run(small(run_dir, **{"model.path": model, "total_steps": 6}))
+
+
+def test_a_loss_of_the_users_own_trains_and_a_wrong_signature_is_refused_early(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jaxrl_llm.algorithms.policy_losses import vanilla\n"
+        "def loss(logprobs, old_logprobs, advantages, mask, *, sequence_ids, num_sequences, clip_ratio_low):\n"
+        "    return vanilla(logprobs, old_logprobs, advantages, mask, sequence_ids=sequence_ids,\n"
+        "        num_sequences=num_sequences, clip_ratio_low=clip_ratio_low, clip_ratio_high=0.2, clip_ratio_c=3.0)\n"
+        "def short(logprobs, advantages):\n    return logprobs\n"
+    )
+    options = {"eval.every": 0, "total_steps": 1}
+    (own,), _, _ = run(small(tmp_path / "own", **options, **{"algorithm.loss": f"{tmp_path}/mine.py:loss"}))
+    (built_in,), _, _ = run(small(tmp_path / "built_in", **options))
+    assert own["actor/pg_loss"] == built_in["actor/pg_loss"]
+    with pytest.raises(UserError, match="short is called with logprobs, old_logprobs, advantages, mask"):
+        run(small(tmp_path / "short", **options, **{"algorithm.loss": f"{tmp_path}/mine.py:short"}))
+    assert not (tmp_path / "short").exists()
 
 
 def test_resuming_can_be_forbidden(straight):
