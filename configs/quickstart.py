@@ -27,7 +27,7 @@ def get_config() -> Config:
     c.rollout.prefill_batch = 64
     c.rollout.steps_per_dispatch = 8
     c.reward.functions = ("exact_match",)
-    c.learner.mini_batch_size = 64
+    c.learner.mini_batch_size = 32
     c.learner.micro_batch_rows = 16
     c.learner.row_lengths = (64,)
     c.optimizer.learning_rate = 3e-4

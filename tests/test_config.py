@@ -84,7 +84,7 @@ def test_overrides_are_read_by_the_type_of_the_default():
             "--config.learner.mini_batch_size=48",
             ["config.data.train_batch_size=64", "config.learner.mini_batch_size=48"],
         ),
-        ("--config.learner.micro_batch_rows=1024", ["config.learner.micro_batch_rows=1024", "512 sequences"]),
+        ("--config.learner.micro_batch_rows=1024", ["config.learner.micro_batch_rows=1024", "256 sequences"]),
         ("--config.learner.row_lengths=(8,)", ["config.learner.row_lengths", "16 tokens"]),
         ("--config.algorithm.aggregation=token_mean", ["'token_mean'", "did you mean 'token-mean'"]),
         ("--config.model.dtype=fp32", ["config.model.dtype='fp32'", "'float32'"]),
