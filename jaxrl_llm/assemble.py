@@ -38,7 +38,7 @@ from jaxrl_llm.rollout.jax_engine import JaxEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import Reshard
 from jaxrl_llm.sharding.rules import INFERENCE, TRAINING, Rules, tree_shardings
-from jaxrl_llm.types import Scored, UserError
+from jaxrl_llm.types import UserError
 
 
 class Source(NamedTuple):
@@ -348,7 +348,7 @@ def _run(
     engine weights only to measure them."""
     sft = c.task == "sft"
 
-    def measure(step: int) -> tuple[dict[str, float], list[Scored]]:
+    def measure(step: int) -> dict[str, float]:
         assert held_out is not None
         if sft:
             pool.sync_weights(step)

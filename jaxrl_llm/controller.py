@@ -22,7 +22,7 @@ class Run:
     rollouts: Callable[[Sequence[Prompt]], list[Rollout]]  # the engine's, or the data's own (SFT)
     score: Callable[[Sequence[Rollout]], list[Scored]]
     sync: Callable[[int], None]  # gives the engine the weights of this version
-    evaluate: Callable[[int], tuple[dict[str, float], list[Scored]]] | None
+    evaluate: Callable[[int], dict[str, float]] | None
     pool: Pool
     pack_spec: PackSpec
     checkpoints: Checkpoints
@@ -44,7 +44,7 @@ def train(run: Run) -> dict[str, float]:
     evaluation: dict[str, float] = {}
     run.sync(run.start_step)
     if run.evaluate and run.eval_before and run.start_step == 0:
-        evaluation, _ = run.evaluate(0)
+        evaluation = run.evaluate(0)
         run.writer.write(0, evaluation)
         run.writer.evaluation(0, evaluation)
     for step in range(run.start_step + 1, run.total_steps + 1):
@@ -78,7 +78,7 @@ def train(run: Run) -> dict[str, float]:
         last = step == run.total_steps
         evaluation = {}
         if run.evaluate and (_due(step, run.eval_every) or (last and run.eval_every)):
-            evaluation, _ = run.evaluate(step)
+            evaluation = run.evaluate(step)
             run.writer.evaluation(step, evaluation)
         run.writer.write(step, metrics | evaluation)
         if last or _due(step, run.save_every):

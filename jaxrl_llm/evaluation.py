@@ -18,16 +18,15 @@ def evaluate(
     *,
     generate: Callable[[Sequence[Prompt], Sampling], list[Rollout]],
     score: Callable[[Sequence[Rollout]], list[Scored]],
-) -> tuple[dict[str, float], list[Scored]]:
-    """Metrics by data source, and all scored samples.
+) -> dict[str, float]:
+    """Metrics by data source.
 
     `val-core/SOURCE/acc/mean@N` is the mean over prompts of the mean over their N samples of the component "acc" (of
     "reward", where reward functions give no "acc"); the other components are `val-aux/SOURCE/NAME/mean@N`. A sample
     that could not be scored counts 0 here: it is an answer that was not right. How many there were is
     `val-aux/SOURCE/failed`.
     """
-    scored = score(generate(prompts.records, sampling))
-    return summarize(scored, sampling.n), scored
+    return summarize(score(generate(prompts.records, sampling)), sampling.n)
 
 
 def summarize(scored: Sequence[Scored], n: int) -> dict[str, float]:

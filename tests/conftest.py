@@ -14,3 +14,19 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backen
 def golden() -> Path:
     """The folder of golden values."""
     return Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def engine():
+    """One small jax engine for the whole session."""
+    from tests.engines import shared_engine
+
+    return shared_engine()
+
+
+@pytest.fixture
+def calls(engine, monkeypatch):
+    """What that engine's prefills and dispatches are called with."""
+    from tests.engines import count_calls
+
+    return count_calls(engine, monkeypatch)

@@ -16,25 +16,13 @@ from tests.engines import (
     answers,
     assert_learner_agrees,
     assert_well_formed,
-    count_calls,
     golden,
     make_engine,
     make_prompt,
     random_prompts,
     response,
-    shared_engine,
     spell,
 )
-
-
-@pytest.fixture
-def engine():
-    return shared_engine()
-
-
-@pytest.fixture
-def calls(engine, monkeypatch):
-    return count_calls(engine, monkeypatch)
 
 
 @pytest.fixture

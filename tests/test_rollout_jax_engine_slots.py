@@ -8,22 +8,10 @@ from tests.engines import (
     answers,
     assert_learner_agrees,
     assert_well_formed,
-    count_calls,
     make_engine,
     random_prompts,
     response,
-    shared_engine,
 )
-
-
-@pytest.fixture
-def engine():
-    return shared_engine()
-
-
-@pytest.fixture
-def calls(engine, monkeypatch):
-    return count_calls(engine, monkeypatch)
 
 
 def test_each_prompt_is_read_once_for_all_its_samples(engine, calls):
