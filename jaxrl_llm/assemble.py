@@ -22,73 +22,23 @@ from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_checks import validate
-from jaxrl_llm.data import chat, demonstrations
+from jaxrl_llm.data import demonstrations
 from jaxrl_llm.data.packing import PackSpec, default_row_lengths
 from jaxrl_llm.data.stream import Prompts, PromptStream, load_prompts
 from jaxrl_llm.evaluation import evaluate
-from jaxrl_llm.learner import Learner, Objective, param_shardings
+from jaxrl_llm.learner import Learner, Objective
 from jaxrl_llm.metrics import Writer
-from jaxrl_llm.models import huggingface
-from jaxrl_llm.models.decoder import Model, build
+from jaxrl_llm.models.decoder import Model
 from jaxrl_llm.plugins import resolve
+from jaxrl_llm.policy import Source, decoder, initial_params, model_source
 from jaxrl_llm.pools import LocalPool
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Sampling
 from jaxrl_llm.rollout.jax_engine import JaxEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import Reshard
-from jaxrl_llm.sharding.rules import INFERENCE, TRAINING, Rules, tree_shardings
+from jaxrl_llm.sharding.rules import INFERENCE, TRAINING, tree_shardings
 from jaxrl_llm.types import UserError
-
-
-class Source(NamedTuple):
-    """Where the model comes from."""
-
-    folder: Path | None  # Hugging Face folder with the weights; None: random weights
-    hf: Mapping[str, Any]  # its config.json
-    generation: Mapping[str, Any]  # its generation_config.json
-    tokenizer_folder: Path
-    eos_ids: tuple[int, ...]
-    tokenizer: Any
-
-
-def model_source(c: Config) -> Source:
-    """Finds the model's files and its tokenizer; reads no weights."""
-    folder = huggingface.find(c.model.path) if c.model.path else None
-    hf = huggingface.read_config(folder) if folder else c.model.hf_config.to_dict()
-    tokenizer_folder = huggingface.find(c.model.tokenizer) if c.model.tokenizer else folder
-    assert tokenizer_folder is not None  # validate() asks for one of them
-    tokenizer = chat.load_tokenizer(str(tokenizer_folder))
-    generation = huggingface.generation_config(folder, hf)
-    ids: dict[Any, None] = dict.fromkeys((*huggingface.eos_ids(generation, hf), tokenizer.eos_token_id))
-    if len(tokenizer) > hf.get("vocab_size", 0):
-        raise UserError(
-            f"the tokenizer in {tokenizer_folder} has {len(tokenizer)} tokens, the model's vocabulary only "
-            f"{hf.get('vocab_size')}: they do not belong together"
-        )
-    return Source(folder, hf, generation, tokenizer_folder, tuple(ids), tokenizer)
-
-
-def decoder(
-    c: Config, source: Source, dtype: str, *, remat: str = "none", rules: Rules | None = None, mesh: Mesh | None = None
-) -> Model:
-    """The model's structure, computing in `dtype`, laid out on a mesh by rules where they are given."""
-    config = huggingface.decoder_config(source.hf, vocab_pad_multiple=c.model.vocab_pad_multiple)
-    longest = c.data.max_prompt_length + c.data.max_response_length
-    if longest > config.max_position:
-        raise UserError(
-            f"config.data.max_prompt_length + config.data.max_response_length = {longest} is longer than the "
-            f"{config.max_position} tokens that the model was made for (max_position_embeddings)"
-        )
-    return build(config, dtype=dtype, remat=remat, rules=rules, mesh=mesh)
-
-
-def initial_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
-    """float32 parameters in the training layout: the folder's, or random ones by config.seed."""
-    shardings = param_shardings(model, mesh)
-    if source.folder is not None:
-        return huggingface.load(source.folder, model, shardings)
-    return jax.jit(model.init, out_shardings=shardings)(jax.random.key(c.seed))
 
 
 def mesh_of(c: Config) -> Mesh:

@@ -14,7 +14,6 @@ safetensors. --step is the newest checkpoint by default, --dtype that of the mod
 def run(argv: list[str]) -> None:
     """Exports by these arguments."""
     import argparse
-    import math
     from pathlib import Path
 
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.export")
@@ -25,28 +24,15 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--max_shard_gb", type=float, default=5.0)
     args = parser.parse_args(argv)
 
-    import jax
-
-    from jaxrl_llm import assemble, resume
+    from jaxrl_llm import policy, resume
     from jaxrl_llm.learner import param_shardings
     from jaxrl_llm.models import huggingface
-    from jaxrl_llm.sharding.mesh import make_mesh
-    from jaxrl_llm.types import UserError
 
     c = resume.load_run(args.run)
     c.run_dir = str(args.run)
-    source = assemble.model_source(c)
-    model = assemble.decoder(c, source, c.model.dtype)
-    # As many devices as divide the model's width: another machine than the run's may do it.
-    devices = jax.devices()[: math.gcd(len(jax.devices()), model.config.embed)]
-    shardings = param_shardings(model, make_mesh({"fsdp": -1}, devices))
-    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract, shardings)
-    checkpoints = resume.open_checkpoints(c)
-    step = checkpoints.latest() if args.step is None else args.step
-    if step is None:
-        raise UserError(f"{checkpoints.folder} has no checkpoint yet")
-    params = checkpoints.params(step, abstract)
-    checkpoints.close()
+    source = policy.model_source(c)
+    model = policy.decoder(c, source, c.model.dtype)
+    params, step = policy.trained_params(c, args.step, model, param_shardings(model, policy.any_mesh(model)))
     huggingface.save(
         args.out.absolute(),
         params,

@@ -1,0 +1,89 @@
+"""The policy: which files it comes from, its structure, and its weights, before training or after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm import resume
+from jaxrl_llm.config import Config
+from jaxrl_llm.data import chat
+from jaxrl_llm.learner import param_shardings
+from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.decoder import Model, build
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import Rules
+from jaxrl_llm.types import UserError
+
+
+class Source(NamedTuple):
+    """Where the model comes from."""
+
+    folder: Path | None  # Hugging Face folder with the weights; None: random weights
+    hf: Mapping[str, Any]  # its config.json
+    generation: Mapping[str, Any]  # its generation_config.json
+    tokenizer_folder: Path
+    eos_ids: tuple[int, ...]
+    tokenizer: Any
+
+
+def model_source(c: Config) -> Source:
+    """Finds the model's files and its tokenizer; reads no weights."""
+    folder = huggingface.find(c.model.path) if c.model.path else None
+    hf = huggingface.read_config(folder) if folder else c.model.hf_config.to_dict()
+    tokenizer_folder = huggingface.find(c.model.tokenizer) if c.model.tokenizer else folder
+    assert tokenizer_folder is not None  # validate() asks for one of them
+    tokenizer = chat.load_tokenizer(str(tokenizer_folder))
+    generation = huggingface.generation_config(folder, hf)
+    ids: dict[Any, None] = dict.fromkeys((*huggingface.eos_ids(generation, hf), tokenizer.eos_token_id))
+    if len(tokenizer) > hf.get("vocab_size", 0):
+        raise UserError(
+            f"the tokenizer in {tokenizer_folder} has {len(tokenizer)} tokens, the model's vocabulary only "
+            f"{hf.get('vocab_size')}: they do not belong together"
+        )
+    return Source(folder, hf, generation, tokenizer_folder, tuple(ids), tokenizer)
+
+
+def decoder(
+    c: Config, source: Source, dtype: str, *, remat: str = "none", rules: Rules | None = None, mesh: Mesh | None = None
+) -> Model:
+    """The model's structure, computing in `dtype`, laid out on a mesh by rules where they are given."""
+    config = huggingface.decoder_config(source.hf, vocab_pad_multiple=c.model.vocab_pad_multiple)
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    if longest > config.max_position:
+        raise UserError(
+            f"config.data.max_prompt_length + config.data.max_response_length = {longest} is longer than the "
+            f"{config.max_position} tokens that the model was made for (max_position_embeddings)"
+        )
+    return build(config, dtype=dtype, remat=remat, rules=rules, mesh=mesh)
+
+
+def initial_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
+    """float32 parameters in the training layout: the folder's, or random ones by config.seed."""
+    shardings = param_shardings(model, mesh)
+    if source.folder is not None:
+        return huggingface.load(source.folder, model, shardings)
+    return jax.jit(model.init, out_shardings=shardings)(jax.random.key(c.seed))
+
+
+def any_mesh(model: Model) -> Mesh:
+    """As many of this machine's devices as divide the model's width: it may be another machine than the run's."""
+    return make_mesh({"fsdp": -1}, jax.devices()[: math.gcd(len(jax.devices()), model.config.embed)])
+
+
+def trained_params(c: Config, step: int | None, model: Model, shardings: Any) -> tuple[Any, int]:
+    """Parameters of a checkpoint of the run in config.run_dir, in these shardings, and the checkpoint's step; None: the
+    newest one. Raises UserError if there is none."""
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract, shardings)
+    checkpoints = resume.open_checkpoints(c)
+    step = checkpoints.latest() if step is None else step
+    if step is None:
+        raise UserError(f"{checkpoints.folder} has no checkpoint yet")
+    params = checkpoints.params(step, abstract)
+    checkpoints.close()
+    return params, step
