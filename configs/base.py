@@ -7,6 +7,7 @@ def get_config() -> Config:
     c = Config()
     c.task = "rl"  # "rl": generate, score, learn. "sft": learn data.response_key of the training data
     c.seed = 0  # of initial weights, data order and sampling
+    c.deterministic = False  # True: the run repeats bit for bit on GPUs too, slower (on CPUs and TPUs runs always do)
     c.run_dir = "runs/run"  # checkpoints, metrics, samples; the same folder again resumes the run
     c.total_steps = 100  # training steps: one batch of prompts each; 0: by total_epochs
     c.total_epochs = 0  # passes over the training data; used when total_steps is 0
@@ -121,6 +122,7 @@ def _learner() -> Config:
     c = Config()
     c.mini_batch_size = 64  # prompts an optimizer update; divides data.train_batch_size
     c.epochs = 1  # passes over each batch
+    c.max_skipped_steps = 3  # steps in a row with a loss or gradient that is not finite, after which the run stops
     c.micro_batch_rows = 16  # rows of tokens in one forward and backward pass, over all devices
     c.packing = True  # several sequences in a row; False: one
     c.row_lengths = ()  # lengths that rows may have; (): a quarter, half and all of the longest sequence
@@ -139,6 +141,7 @@ def _optimizer() -> Config:
     c.epsilon = 1e-8
     c.weight_decay = 0.01
     c.max_grad_norm = 1.0  # gradients are scaled down to this norm; 0: never
+    c.first_moment_dtype = "float32"  # "float32", or "bfloat16" to save two bytes a parameter
     return c
 
 
@@ -161,7 +164,9 @@ def _checkpoint() -> Config:
     c.keep_last = 2  # checkpoints to keep
     c.keep_best = 1  # further ones to keep, by the evaluation metric
     c.best_metric = ""  # "": the first val-core metric
-    c.resume = "auto"  # "auto": go on from the latest checkpoint in run_dir; "never": refuse a run_dir with checkpoints
+    # "auto": go on from the newest checkpoint in run_dir; "never": refuse a run_dir with checkpoints; a run folder or a
+    # checkpoint in one: begin there while run_dir has no checkpoint of its own
+    c.resume = "auto"
     return c
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +17,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import controller, optimizer, resume
+from jaxrl_llm import controller, optimizer, provenance, resume
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.checkpoint import Checkpoints
@@ -26,6 +27,7 @@ from jaxrl_llm.data import demonstrations
 from jaxrl_llm.data.packing import PackSpec, default_row_lengths
 from jaxrl_llm.data.stream import Prompts, PromptStream, load_prompts
 from jaxrl_llm.evaluation import evaluate
+from jaxrl_llm.interrupts import Interrupts
 from jaxrl_llm.learner import Learner, Objective
 from jaxrl_llm.metrics import Writer
 from jaxrl_llm.models.decoder import Model
@@ -45,6 +47,15 @@ def mesh_of(c: Config) -> Mesh:
     """The mesh over all devices, checked against the batch."""
     if jax.process_count() > 1:
         raise UserError(f"this is one of {jax.process_count()} processes; a run on several hosts is not supported")
+    if (
+        c.deterministic
+        and jax.default_backend() == "gpu"
+        and "gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", "")
+    ):
+        raise UserError(
+            "config.deterministic=True needs XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment before JAX "
+            "starts; python -m jaxrl_llm.train sets it by itself"
+        )
     mesh = make_mesh(c.mesh.to_dict())
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if c.learner.micro_batch_rows % parts:
@@ -138,6 +149,7 @@ def learner(c: Config, source: Source, mesh: Mesh, minimised: Objective, total_u
         epsilon=o.epsilon,
         weight_decay=o.weight_decay,
         max_grad_norm=o.max_grad_norm,
+        first_moment_dtype=o.first_moment_dtype,
     )
     model = decoder(c, source, c.model.dtype, remat=c.model.remat, rules=TRAINING, mesh=mesh)
     return Learner(
@@ -227,9 +239,9 @@ class Assembled(NamedTuple):
     resources: ExitStack  # closes the reward workers, the checkpoints and the metric files, in the right order
 
 
-def assemble(c: Config, console: Console) -> Assembled:
+def assemble(c: Config, console: Console, interrupts: Interrupts | None = None) -> Assembled:
     """Builds everything, in the order in which users' mistakes cost least: files and data first, then the devices'
-    mesh and reward functions, then weights."""
+    mesh and reward functions, then weights. Nothing is written before all but the weights has been checked."""
     validate(c)
     source = model_source(c)
     decoder(c, source, c.model.dtype)
@@ -241,16 +253,25 @@ def assemble(c: Config, console: Console) -> Assembled:
     with ExitStack() as resources:
         rewards = reward_pool(c)
         resources.callback(rewards.close)
-        checkpoints = resume.open_checkpoints(c)
-        resources.callback(checkpoints.close)
-        start = resume.steps_done(c, checkpoints, stream)
+        changes = resume.check(c, stream)
+        resources.callback(resume.claim(Path(c.run_dir)).release)
         updates = total_steps * (c.data.train_batch_size // c.learner.mini_batch_size) * c.learner.epochs
         pool = local_pool(c, source, mesh, learner(c, source, mesh, minimised, updates), rewards, console)
         resources.callback(pool.close)
+        rest = resume.restore(c, stream, pool) or {"step": 0, "skipped_steps": 0}
+        start = rest["step"]
         if start:
-            pool.restore(partial(checkpoints.restore, start))
-            console.out(f"resuming after step {start} from {checkpoints.folder / str(start)}")
+            console.out("\n  ".join([f"resuming after step {start}", *changes]))
         (Path(c.run_dir) / "config.json").write_text(configs.to_json(c))
+        provenance.record(
+            Path(c.run_dir),
+            step=start,
+            seed=c.seed,
+            data={"train": stream.prompts.fingerprint, **({"val": held_out.fingerprint} if held_out else {})},
+            specs=(*c.reward.functions, c.algorithm.loss, c.algorithm.advantage),
+        )
+        checkpoints = resume.open_checkpoints(c)
+        resources.callback(checkpoints.close)
         writer = Writer(
             Path(c.run_dir),
             first_step=start,
@@ -260,7 +281,8 @@ def assemble(c: Config, console: Console) -> Assembled:
             task=c.task,
         )
         resources.callback(writer.close)
-        run = _run(c, source, stream, held_out, pool, checkpoints, writer, total_steps, start, mesh.devices.size)
+        run = _run(c, source, stream, held_out, pool, checkpoints, writer, total_steps, rest, mesh.devices.size)
+        run.interrupts = interrupts or run.interrupts
         return Assembled(run, Path(c.run_dir), resources.pop_all())
 
 
@@ -291,7 +313,7 @@ def _run(
     checkpoints: Checkpoints,
     writer: Writer,
     total_steps: int,
-    start: int,
+    rest: Mapping[str, Any],
     mesh_size: int,
 ) -> controller.Run:
     """The controller's parts. Here, and only here, tasks differ: SFT reads its rollouts from the data, and gives the
@@ -319,8 +341,11 @@ def _run(
         pack_spec=pack_spec(c, source.tokenizer.pad_token_id),
         checkpoints=checkpoints,
         writer=writer,
+        interrupts=Interrupts(),
         total_steps=total_steps,
-        start_step=start,
+        start_step=rest["step"],
+        skipped_steps=rest["skipped_steps"],
+        max_skipped_steps=c.learner.max_skipped_steps,
         eval_before=c.eval.before_training and c.eval.every > 0,
         eval_every=c.eval.every,
         save_every=c.checkpoint.every,

@@ -10,10 +10,12 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import inspect
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -41,6 +43,8 @@ class Config(ConfigDict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         full = f"{self._section}.{key}".lstrip(".")
+        if not isinstance(key, str):
+            raise UserError(f"config.{full}: keys must be texts, got {key!r} ({type(key).__name__})")
         if isinstance(value, dict):
             value = Config(value)
         if isinstance(value, Config):
@@ -49,7 +53,7 @@ class Config(ConfigDict):
             if full in OPEN_SECTIONS and not isinstance(value, Config):
                 raise UserError(f"config.{full} must be a section, such as config.{full}.NAME=VALUE; got {value!r}")
             with self.unlocked(), self.ignore_type():
-                super().__setitem__(key, value)
+                super().__setitem__(key, _plain(full, value))
         elif key not in self and self.is_locked:
             raise UserError(_unknown(full, self._section, list(self)))
         elif key in self and isinstance(self[key], Config) and isinstance(value, Config):
@@ -80,11 +84,30 @@ def is_open(full: str) -> bool:
     return any(full == name or full.startswith(name + ".") for name in OPEN_SECTIONS)
 
 
+def _plain(full: str, value: Any) -> Any:
+    """A value of an open section as a saved config can hold it."""
+    if isinstance(value, Config):
+        for key in list(value):
+            value[key] = value[key]  # under its full name now
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"config.{full} must be a text, a number, true, false, None, or a list or dict of them (it is saved with "
+            f"the run); got {value!r:.80} ({type(value).__name__}): {error}"
+        ) from error
+    return value
+
+
 def _typed(full: str, default: Any, value: Any) -> Any:
     """The value in the type of the default, or a UserError."""
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+    # float() of a larger integer overflows.
+    if isinstance(default, float) and type(value) is int and abs(value) < sys.float_info.max:
         return float(value)
     if isinstance(default, tuple) and isinstance(value, (tuple, list)):
         kind = _ITEMS.get(full, str)
@@ -96,7 +119,8 @@ def _typed(full: str, default: Any, value: Any) -> Any:
     if type(value) is type(default):
         return value
     raise UserError(
-        f"config.{full} must be {_article(default)}, got {value!r} ({type(value).__name__}); it is {_show(default)} now"
+        f"config.{full} must be {_article(default)}, got {value!r:.80} ({type(value).__name__}); "
+        f"it is {_show(default)} now"
     )
 
 
@@ -143,8 +167,16 @@ def flatten(config: Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
 # ---- from the command line --------------------------------------------------------------------------------------
 
 
-def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
-    """`--config NAME` and `--config.a.b=value` arguments to a config; returns what is left of the arguments."""
+class Given(NamedTuple):
+    """The command line, taken apart."""
+
+    recipe: str | None  # what --config names
+    overrides: list[tuple[str, str]]  # (full key, text) of each --config.KEY=VALUE
+    rest: list[str]  # all other arguments
+
+
+def split(argv: Sequence[str]) -> Given:
+    """Takes `--config NAME` and `--config.a.b=value` out of the arguments; loads nothing."""
     source, overrides, rest = None, [], []
     args = list(argv)
     while args:
@@ -161,6 +193,12 @@ def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
                 overrides.append((name.removeprefix("--config."), value))
         else:
             rest.append(arg)
+    return Given(source, overrides, rest)
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
+    """`--config NAME` and `--config.a.b=value` arguments to a config; returns what is left of the arguments."""
+    source, overrides, rest = split(argv)
     if source is None:
         raise UserError(
             "--config is missing: give a recipe file, the name of a built-in one or a saved config.json; built in: "
@@ -199,14 +237,17 @@ def load(source: str) -> Config:
     if spec is None or spec.loader is None:
         raise UserError(f"config {source!r} is not a Python or JSON file")
     module = importlib.util.module_from_spec(spec)
+    arguments = [argument] if argument else []
     try:
         spec.loader.exec_module(module)
-        if not hasattr(module, "get_config"):
+        get_config = getattr(module, "get_config", None)
+        if not callable(get_config):
             raise UserError(f"{path} has no function get_config()")
-        config = module.get_config(argument) if argument else module.get_config()
+        _check_callable(get_config, arguments, path)
+        config = get_config(*arguments)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"recipe {path}: {describe(error, str(path.resolve()))}") from error
     if not isinstance(config, Config):
         raise UserError(
@@ -215,10 +256,22 @@ def load(source: str) -> Config:
     return config
 
 
+def _check_callable(get_config: Callable[..., Any], arguments: Sequence[str], path: Path) -> None:
+    try:
+        inspect.signature(get_config).bind(*arguments)
+    except TypeError as error:
+        how = (
+            "with the text after the colon"
+            if arguments
+            else "without arguments; --config FILE.py:TEXT would give it one"
+        )
+        raise UserError(f"get_config() of {path} is called {how}: {error}") from error
+
+
 def _from_json(path: Path) -> Config:
     try:
-        saved = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # ValueError: neither JSON nor UTF-8, or a number of 5000 digits
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(saved, dict):
         raise UserError(f"{path} is not a saved config: expected a JSON object, got {type(saved).__name__}")
@@ -266,7 +319,7 @@ def _literal(text: str) -> Any:
         return text == "true"
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # whatever is no literal is a text
         return text
 
 
@@ -284,4 +337,5 @@ def unknown_argument(argument: str) -> UserError:
     near = near or difflib.get_close_matches(name, known, n=1)
     if near:
         hint = f"; did you mean --config.{near[0]}=...?"
-    return UserError(f"argument {argument!r} is unknown{hint}")
+    known_ones = "; expected --config NAME, --config.KEY=VALUE" if not hint else ""
+    return UserError(f"argument {argument!r} is unknown{hint or known_ones}")

@@ -95,7 +95,7 @@ def _choices(c: Config) -> Iterator[tuple[bool, str]]:
         "data.overlong": ("drop", "error"),
         "data.remainder": ("drop", "carry"),
         "optimizer.schedule": ("constant", "cosine", "linear"),
-        "checkpoint.resume": ("auto", "never"),
+        "optimizer.first_moment_dtype": ("float32", "bfloat16"),
         "algorithm.aggregation": AGGREGATIONS,
         "algorithm.kl_estimator": tuple(KL_ESTIMATORS),
     }.items():
@@ -112,8 +112,9 @@ def _ranges(c: Config) -> Iterator[tuple[bool, str]]:
     positive = (
         "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n rollout.slots "
         "rollout.prefill_batch rollout.steps_per_dispatch reward.workers reward.timeout_s learner.mini_batch_size "
-        "learner.epochs learner.micro_batch_rows model.logits_chunk model.vocab_pad_multiple eval.n "
-        "optimizer.learning_rate optimizer.epsilon checkpoint.keep_last algorithm.clip_ratio_low "
+        "learner.epochs learner.max_skipped_steps learner.micro_batch_rows model.logits_chunk "
+        "model.vocab_pad_multiple eval.n optimizer.learning_rate optimizer.epsilon checkpoint.keep_last "
+        "algorithm.clip_ratio_low "
         "algorithm.clip_ratio_high"
     )
     for key in positive.split():

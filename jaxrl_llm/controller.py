@@ -9,9 +9,10 @@ from typing import Any
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.data.packing import PackSpec, pack
 from jaxrl_llm.data.stream import PromptStream
+from jaxrl_llm.interrupts import Interrupted, Interrupts
 from jaxrl_llm.metrics import Compilations, Timer, Writer, finish, reward_metrics, rollout_metrics
 from jaxrl_llm.pools import Pool
-from jaxrl_llm.types import Prompt, Rollout, Scored
+from jaxrl_llm.types import Prompt, Rollout, Scored, UserError
 
 
 @dataclass
@@ -27,8 +28,11 @@ class Run:
     pack_spec: PackSpec
     checkpoints: Checkpoints
     writer: Writer
+    interrupts: Interrupts
     total_steps: int
     start_step: int  # steps already done
+    skipped_steps: int  # how many of them, at the end, left out an update
+    max_skipped_steps: int
     eval_before: bool
     eval_every: int  # steps; 0: never
     save_every: int  # steps; 0: at the end only
@@ -38,53 +42,102 @@ class Run:
     saved_config: Mapping[str, Any]
 
 
-def train(run: Run) -> dict[str, float]:
-    """Trains from `start_step` to `total_steps`; returns the last evaluation."""
+def train(run: Run) -> int:
+    """Trains from `start_step` to `total_steps`, or until asked to end; returns the last step done, which is saved.
+
+    Raises UserError if `max_skipped_steps` steps in a row had a loss or gradient that was not finite.
+    """
     compilations = Compilations()
+    done, saved, skipped = run.start_step, run.start_step, run.skipped_steps
+    position = run.stream.get_state()
+    try:
+        run.sync(done)
+        if run.evaluate and run.eval_before and done == 0:
+            evaluation = run.evaluate(0)
+            run.writer.write(0, evaluation)
+            run.writer.evaluation(0, evaluation)
+        while done < run.total_steps:
+            step, timer = done + 1, Timer()
+            prompts = run.stream.next()
+            with timer.stage("gen"):
+                rollouts = run.rollouts(prompts)
+            with timer.stage("reward"):
+                scored = run.score(rollouts)
+            with run.interrupts.uncut():  # up to here nothing has changed; what follows belongs together
+                with timer.stage("pack"):
+                    batch = pack(scored, run.pack_spec)
+                with timer.stage("old_log_prob"):
+                    train_batch, device_metrics = run.pool.prepare(batch)
+                    metrics = finish(device_metrics)
+                with timer.stage("update_actor"):
+                    metrics |= finish(run.pool.update(train_batch))
+                with timer.stage("update_weights"):
+                    run.sync(step)
+                metrics |= rollout_metrics(rollouts) | reward_metrics(scored)
+                metrics |= _of_this_process(run, step, timer, compilations, metrics)
+                evaluation = _report(run, step, scored, metrics)
+                done, position = step, run.stream.get_state()
+                skipped = skipped + 1 if metrics["actor/skipped_updates"] else 0
+                if skipped:
+                    run.writer.skipped(step, scored, train_batch)
+                if skipped >= run.max_skipped_steps:
+                    raise _diverged(run, step)
+                run.checkpoints.check()
+                if done == run.total_steps or _due(done, run.save_every):
+                    _save(run, done, position, skipped, evaluation)
+                    saved = done
+    except Interrupted:
+        if saved < done:
+            _save(run, done, position, skipped, {})
+    return done
+
+
+def _of_this_process(
+    run: Run, step: int, timer: Timer, compilations: Compilations, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    seconds = timer.total()
+    return {
+        **timer.seconds,
+        "timing_s/step": seconds,
+        "training/global_step": step,
+        "training/epoch": run.stream.epoch,
+        "perf/throughput": metrics["perf/total_num_tokens"] / seconds / run.devices,
+        "perf/compilations": compilations.count,
+    }
+
+
+def _report(run: Run, step: int, scored: Sequence[Scored], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Shows and writes a step; returns its evaluation, which is empty where none is due."""
+    run.writer.progress(step, metrics)
+    if _due(step, run.samples_every):
+        run.writer.samples(step, _shown(scored, run.samples))
     evaluation: dict[str, float] = {}
-    run.sync(run.start_step)
-    if run.evaluate and run.eval_before and run.start_step == 0:
-        evaluation = run.evaluate(0)
-        run.writer.write(0, evaluation)
-        run.writer.evaluation(0, evaluation)
-    for step in range(run.start_step + 1, run.total_steps + 1):
-        timer = Timer()
-        prompts = run.stream.next()
-        with timer.stage("gen"):
-            rollouts = run.rollouts(prompts)
-        with timer.stage("reward"):
-            scored = run.score(rollouts)
-        with timer.stage("pack"):
-            batch = pack(scored, run.pack_spec)
-        with timer.stage("old_log_prob"):
-            train_batch, device_metrics = run.pool.prepare(batch)
-            metrics = finish(device_metrics)
-        with timer.stage("update_actor"):
-            metrics |= finish(run.pool.update(train_batch))
-        with timer.stage("update_weights"):
-            run.sync(step)
-        metrics |= rollout_metrics(rollouts) | reward_metrics(scored)
-        timer.seconds["timing_s/step"] = timer.total()
-        metrics |= timer.seconds
-        metrics |= {
-            "training/global_step": step,
-            "training/epoch": run.stream.epoch,
-            "perf/throughput": metrics["perf/total_num_tokens"] / metrics["timing_s/step"] / run.devices,
-            "perf/compilations": compilations.count,
-        }
-        run.writer.progress(step, metrics)
-        if _due(step, run.samples_every):
-            run.writer.samples(step, _shown(scored, run.samples))
-        last = step == run.total_steps
-        evaluation = {}
-        if run.evaluate and (_due(step, run.eval_every) or (last and run.eval_every)):
-            evaluation = run.evaluate(step)
-            run.writer.evaluation(step, evaluation)
-        run.writer.write(step, metrics | evaluation)
-        if last or _due(step, run.save_every):
-            rest = {"step": step, "stream": run.stream.get_state(), "config": dict(run.saved_config)}
-            run.checkpoints.save(step, run.pool.state(), rest, evaluation)
+    if run.evaluate and run.eval_every and (_due(step, run.eval_every) or step == run.total_steps):
+        evaluation = run.evaluate(step)
+        run.writer.evaluation(step, evaluation)
+    run.writer.write(step, {**metrics, **evaluation})
     return evaluation
+
+
+def _save(run: Run, step: int, position: Mapping[str, Any], skipped: int, evaluation: Mapping[str, float]) -> None:
+    rest = {
+        "step": step,
+        "stream": position,
+        "skipped_steps": skipped,
+        "reference": run.pool.reference_checksum(),
+        "config": dict(run.saved_config),
+    }
+    run.checkpoints.save(step, run.pool.state(), rest, evaluation)
+
+
+def _diverged(run: Run, step: int) -> UserError:
+    first = step - run.max_skipped_steps + 1
+    return UserError(
+        f"the loss or the gradient was not finite in each of the steps {first} to {step}; no update was made with "
+        f"them, and their batches are in {run.writer.skipped_folder}. The last good checkpoint is "
+        f"{run.checkpoints.newest() or 'the start: none has been saved yet'}. Look at the batches, lower the "
+        "learning rate (config.optimizer.learning_rate), or allow more such steps (config.learner.max_skipped_steps)"
+    )
 
 
 def _due(step: int, every: int) -> bool:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import sys
 
-USAGE = """usage: python -m jaxrl_llm.export --run RUN_DIR --out DIR [--step N] [--dtype float32|bfloat16|float16]
-                                [--max_shard_gb 5] [--debug]
+USAGE = """usage: python -m jaxrl_llm.export --run RUN_DIR --out DIR [options]
 
-Writes the policy of a checkpoint as a folder that transformers and vLLM load: config, generation config, tokenizer,
-safetensors. --step is the newest checkpoint by default, --dtype that of the model the run started from."""
+Writes the policy of a run as a Hugging Face folder, which transformers and vLLM load: config, generation config,
+tokenizer, safetensors.
+
+  python -m jaxrl_llm.export --run runs/quickstart --out exported
+  python -m jaxrl_llm.export --run runs/quickstart --out exported --step 160 --dtype float32
+
+  --run RUN_DIR         the run folder
+  --out DIR             the folder to write
+  --step N              the checkpoint (default: the newest)
+  --dtype DTYPE         float32, bfloat16 or float16 (default: that of the model the run started from)
+  --max_shard_gb GB     size of a weights file (default: 5)
+  --debug               shows the whole traceback of errors"""
 
 
 def run(argv: list[str]) -> None:
     """Exports by these arguments."""
-    import argparse
     from pathlib import Path
 
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.export")
+    from jaxrl_llm import arguments
+
+    parser = arguments.Parser("export")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--step", type=int)
-    parser.add_argument("--dtype")
+    parser.add_argument("--step", type=arguments.at_least(1))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--max_shard_gb", type=float, default=5.0)
-    args = parser.parse_args(argv)
+    args = parser.read(argv)
 
     from jaxrl_llm import policy, resume
     from jaxrl_llm.learner import param_shardings

@@ -24,6 +24,7 @@ from jaxrl_llm.algorithms.aggregation import token_weights
 from jaxrl_llm.algorithms.kl import kl_penalty
 from jaxrl_llm.models.decoder import Model
 from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.sharding.reshard import checksum
 from jaxrl_llm.sharding.rules import TRAINING, named_sharding, replicated, tree_shardings
 from jaxrl_llm.types import SequenceBatch, TrainBatch, TrainState
 
@@ -80,19 +81,20 @@ class Learner:
         self._chunk = logits_chunk
         self.shardings = state_shardings(model, mesh, optimizer)
         self.reference = jax.tree.map(jnp.copy, params) if objective.kl_coef else None
+        self.reference_checksum = int(checksum(params)) if objective.kl_coef else None
         opt_state = jax.jit(optimizer.init, out_shardings=self.shardings.opt_state)(params)
         self.state = TrainState(params, opt_state, jax.device_put(jnp.int32(0), replicated(mesh)))
+        self._abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, self.shardings
+        )
         self._prepare = jax.jit(self._prepare_step)
         self._update = jax.jit(self._update_step, donate_argnums=(0,), out_shardings=(self.shardings, None))
 
     def restore(self, load: Callable[[TrainState], TrainState]) -> None:
         """Replaces the state by what `load` returns for its shapes, dtypes and shardings. The old one goes first: there
         may be no room for both."""
-        abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, self.shardings
-        )
-        del self.state
-        self.state = load(abstract)
+        self.state: Any = None
+        self.state = load(self._abstract)
 
     def place(self, batch: SequenceBatch) -> SequenceBatch:
         """Puts a host batch on the mesh: rows over the data axes, per-sequence arrays everywhere."""
@@ -111,13 +113,14 @@ class Learner:
         return self._prepare(self.state.params, self.reference, batch)
 
     def update(self, batch: TrainBatch) -> Metrics:
-        """All epochs over all mini-batches; metrics are added up over them."""
+        """All epochs over all mini-batches; metrics are added up over them. An update whose loss or gradient is
+        not finite is not made: parameters, moments and schedule stay; `actor/skipped_updates` counts it."""
         total: Metrics = {}
         for _ in range(self._epochs):
             for index in range(batch.advantages.shape[0]):
                 self.state, metrics = self._update(self.state, batch, index)
                 total = add(total, metrics)
-        return total
+        return total | {"actor/skipped_updates": single(total["actor/skipped_updates"][0])}  # their number
 
     def gradients(self, batch: TrainBatch, index: int = 0) -> tuple[Any, Metrics]:
         """Gradients of one mini-batch, summed over its micro-batches, as the optimizer gets them."""
@@ -169,12 +172,15 @@ class Learner:
     def _update_step(self, state: TrainState, batch: TrainBatch, index: jax.Array) -> tuple[TrainState, Metrics]:
         grads, metrics = self._gradients(state.params, batch, index)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updated = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["actor/loss"][0])
         metrics |= {
-            "actor/grad_norm": single(optax.tree.norm(grads)),
+            "actor/grad_norm": single(norm),
             "actor/lr": single(self._learning_rate(state.step)),
+            "actor/skipped_updates": single(~finite),
         }
-        return TrainState(params, opt_state, state.step + 1), metrics
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), metrics
 
     def _gradients(self, params: Any, batch: TrainBatch, index: jax.Array) -> tuple[Any, Metrics]:
         o, s = self._objective, batch.sequences

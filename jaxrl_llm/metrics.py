@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from tensorboardX import SummaryWriter
 
-from jaxrl_llm.types import Rollout, Scored
+from jaxrl_llm.types import Rollout, Scored, TrainBatch
 
 # Columns of the progress line: title, format, and the metric; of several the first that there is.
 _RL_COLUMNS = (
@@ -124,6 +124,7 @@ class Writer:
     ):
         """`first_step`: the last step already done (0 for a new run)."""
         self._path = run_dir / "metrics.jsonl"
+        self.skipped_folder = run_dir / "skipped"
         self._console, self._total, self._first = console, total_steps, first_step
         self._columns = _SFT_COLUMNS if task == "sft" else _RL_COLUMNS
         self._start = time.perf_counter()
@@ -173,6 +174,35 @@ class Writer:
             if truth is not None:
                 text += f"  ground truth {_ends(str(truth))!r}"
             self._console.print(f"[dim]{escape(text)}[/]")
+
+    def skipped(self, step: int, scored: Sequence[Scored], batch: TrainBatch) -> None:
+        """Keeps a batch whose loss or gradient was not finite: the samples as JSONL, the learner's arrays as npz."""
+        self.skipped_folder.mkdir(exist_ok=True)
+        path = self.skipped_folder / f"step_{step}"
+        with path.with_suffix(".jsonl").open("w") as file:
+            for s in scored:
+                r = s.rollout
+                fields = {
+                    "prompt": r.prompt.text,
+                    "response": r.text,
+                    "reward": s.reward,
+                    "components": dict(s.components),
+                    "error": s.error,
+                    "row": r.prompt.row,
+                    "sample": r.sample,
+                    "token_ids": r.token_ids.tolist(),
+                    "action_mask": r.action_mask.tolist(),
+                    "logprobs": r.logprobs.tolist(),
+                }
+                file.write(json.dumps(fields) + "\n")
+        arrays = {**batch.sequences._asdict(), **batch._asdict()}
+        del arrays["sequences"]
+        with_values: Any = {name: np.asarray(array) for name, array in arrays.items() if array is not None}
+        np.savez(path.with_suffix(".npz"), **with_values)
+        self._console.print(
+            f"[bold red]step {step}: the loss or the gradient was not finite; the update was left out, its batch is in "
+            f"{escape(str(path))}.jsonl and .npz[/]"
+        )
 
     def close(self) -> None:
         """Flushes and closes the files."""

@@ -32,13 +32,22 @@ def adamw(
     epsilon: float,
     weight_decay: float,
     max_grad_norm: float,
+    first_moment_dtype: str = "float32",
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) after clipping by global norm (`max_grad_norm` 0: none). Norm scales and biases
     are not decayed."""
-    steps = [optax.clip_by_global_norm(max_grad_norm)] if max_grad_norm else []
-    return optax.chain(
-        *steps, optax.adamw(learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay, mask=_decayed)
+    # Two steps also without clipping: the state's structure, and so the checkpoints, stay the same.
+    clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
+    adam = optax.adamw(
+        learning_rate,
+        beta1,
+        beta2,
+        epsilon,
+        mu_dtype=first_moment_dtype,
+        weight_decay=weight_decay,
+        mask=_decayed,
     )
+    return optax.chain(clip, adam)
 
 
 def _decayed(params: object) -> object:

@@ -28,6 +28,8 @@ def resolve(registry: Mapping[str, Callable[..., Any]], spec: str, kind: str) ->
     """
     path, colon, name = spec.rpartition(":")
     if not colon:
+        if spec.endswith(".py"):
+            raise UserError(f"{kind} {spec!r}: name the function in it, {spec}:FUNCTION")
         if spec not in registry:
             raise unknown_name(kind, spec, registry, "path/to/file.py:function for one of your own")
         return registry[spec]
@@ -43,9 +45,19 @@ def resolve(registry: Mapping[str, Callable[..., Any]], spec: str, kind: str) ->
     function = getattr(module, name, None)
     if function is None:
         raise unknown_name(f"{kind} in {file}", name, public)
-    if not callable(function):
+    if inspect.isclass(function) or not callable(function):
         raise UserError(f"{kind} {spec!r}: {name} is a {type(function).__name__}, expected a function.")
     return function
+
+
+def signature(function: Callable[..., Any], what: str) -> inspect.Signature:
+    """The function's parameters; UserError for one, written in C, that does not tell them."""
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{what}: its parameters cannot be read ({error}); wrap it in a function of your own"
+        ) from error
 
 
 def absolute(spec: str) -> str:
@@ -72,8 +84,9 @@ def describe(error: BaseException, file: str | None) -> str:
     innermost of all if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]
-    if isinstance(error, SyntaxError) and error.filename and not own:
-        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
+    if isinstance(error, SyntaxError) and not own:
+        place = f" ({Path(error.filename).name}:{error.lineno})" if error.filename else ""
+        return f"{type(error).__name__}: {error.msg}{place}"
     frame = (own or frames)[-1]
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"{text} ({Path(frame.filename).name}:{frame.lineno})"

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import resume
+from jaxrl_llm import checkpoint, resume
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoint import DamagedCheckpoint
 from jaxrl_llm.config import Config
+from jaxrl_llm.configs import base
 from jaxrl_llm.data import chat
 from jaxrl_llm.learner import param_shardings
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.decoder import Model, build
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import Rules
+from jaxrl_llm.sharding.reshard import Reshard
+from jaxrl_llm.sharding.rules import INFERENCE, Rules, tree_shardings
 from jaxrl_llm.types import UserError
 
 
@@ -78,12 +82,67 @@ def any_mesh(model: Model) -> Mesh:
 
 def trained_params(c: Config, step: int | None, model: Model, shardings: Any) -> tuple[Any, int]:
     """Parameters of a checkpoint of the run in config.run_dir, in these shardings, and the checkpoint's step; None: the
-    newest one. Raises UserError if there is none."""
+    newest one. Raises UserError if there is none, or if it is damaged."""
+    folder = Path(c.run_dir).absolute() / "checkpoints"
+    steps = checkpoint.saved_steps(folder)
+    if not steps:
+        raise UserError(f"{folder} has no checkpoint yet")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise UserError(f"{folder} has no checkpoint of step {step}; there are: {', '.join(map(str, steps))}")
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract, shardings)
-    checkpoints = resume.open_checkpoints(c)
-    step = checkpoints.latest() if step is None else step
-    if step is None:
-        raise UserError(f"{checkpoints.folder} has no checkpoint yet")
-    params = checkpoints.params(step, abstract)
-    checkpoints.close()
-    return params, step
+    try:
+        return checkpoint.restore_params(folder / str(step), abstract), step
+    except DamagedCheckpoint as error:
+        raise UserError(f"checkpoint {folder / str(step)} is damaged: {error}; choose another with --step") from error
+
+
+def config_of(run: Path | None, model: str | None, recipe: str | None, overrides: Sequence[tuple[str, str]]) -> Config:
+    """The config of a run, or of a model folder (or hub name) with the other keys from a recipe, by default from base;
+    then changed by (key, text) pairs."""
+    if run is not None:
+        c = resume.load_run(run)
+    else:
+        c = configs.load(recipe) if recipe else base.get_config()
+        c.model.path, c.model.tokenizer = model, ""
+        for key in list(c.model.hf_config):
+            del c.model.hf_config[key]
+    for key, text in overrides:
+        configs.override(c, key, text)
+    if run is not None:
+        c.run_dir = str(run)
+    return c
+
+
+class Weights(NamedTuple):
+    """A policy as an engine takes it."""
+
+    model: Model
+    mesh: Mesh
+    params: Any  # in the INFERENCE layout and config.rollout.dtype
+    checksum: int
+    step: int  # of the run's checkpoint; 0 for a model that comes from no run
+
+
+def weights(c: Config, source: Source, mesh: Mesh, *, trained: bool, step: int | None = None) -> Weights:
+    """A checkpoint's weights (see `trained_params`), or those of the model folder, for inference."""
+    model = decoder(c, source, c.rollout.dtype, rules=INFERENCE, mesh=mesh)
+    if trained:
+        params, step = trained_params(c, step, model, param_shardings(model, mesh))
+    else:
+        params, step = initial_params(c, source, model, mesh), 0
+    layout = tree_shardings(model.abstract, model.dims, INFERENCE, mesh)
+    params, checksum = Reshard(params, layout, model.dtype)(params)
+    return Weights(model, mesh, params, checksum, step)
+
+
+def check_length(prompt: int, max_tokens: int, limit: int, what: str) -> None:
+    """Raises UserError unless a prompt of so many tokens and its response are within the model's limit."""
+    if prompt + max_tokens <= limit:
+        return
+    room = limit - prompt
+    fix = f"give --max_tokens {room} or less, or a shorter prompt" if room > 0 else "give a shorter prompt"
+    raise UserError(
+        f"{what} has {prompt} tokens; with --max_tokens {max_tokens} that makes {prompt + max_tokens}, more than the "
+        f"{limit} tokens that the model was made for (max_position_embeddings): {fix}"
+    )

@@ -43,6 +43,10 @@ class Pool(Protocol):
         """Continues from the state that `load` returns for the abstract one (shapes, dtypes, shardings)."""
         ...
 
+    def reference_checksum(self) -> int | None:
+        """Of the reference model's parameters; None without one."""
+        ...
+
     def close(self) -> None:
         """Ends all processes and frees all devices."""
         ...
@@ -84,6 +88,10 @@ class LocalPool:
     def restore(self, load: Callable[[TrainState], TrainState]) -> None:
         """See `Pool`."""
         self._learner.restore(load)
+
+    def reference_checksum(self) -> int | None:
+        """See `Pool`."""
+        return self._learner.reference_checksum
 
     def close(self) -> None:
         """See `Pool`."""

@@ -1,60 +1,119 @@
-"""A run's folder: its config, and whether the run in it can go on."""
+"""A run's folder: who may write in it, its config, and where the run in it goes on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from jaxrl_llm import checkpoint
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoint import Checkpoints, DamagedCheckpoint
 from jaxrl_llm.config import Config
 from jaxrl_llm.data.stream import PromptStream
+from jaxrl_llm.plugins import nearest
+from jaxrl_llm.pools import Pool
 from jaxrl_llm.types import UserError
 
+logger = logging.getLogger("jaxrl_llm.resume")
+
 # A checkpoint is not a state of a run with another one of these.
-FIXED = ("task", "seed", "model.path", "model.hf_config", "model.vocab_pad_multiple")
+FIXED = ("task", "seed", "model.path", "model.hf_config", "model.vocab_pad_multiple", "optimizer.first_moment_dtype")
+
+
+def claim(run_dir: Path) -> FileLock:
+    """Makes the folder and holds it until `release()` or the end of the process, however it ends.
+
+    Raises UserError if it cannot be written or another process holds it.
+    """
+    lock = FileLock(run_dir / ".lock")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+        (run_dir / "config.json").touch()
+    except Timeout:
+        raise UserError(
+            f"another run is writing to config.run_dir={str(run_dir)!r}{_holder(run_dir)}; wait for its end, or choose "
+            "another config.run_dir"
+        ) from None
+    except OSError as error:
+        raise UserError(f"config.run_dir={str(run_dir)!r} cannot be written: {error}") from error
+    return lock
 
 
 def open_checkpoints(c: Config) -> Checkpoints:
-    """The checkpoints of the run in config.run_dir, which is made where it is not there."""
-    try:
-        Path(c.run_dir).mkdir(parents=True, exist_ok=True)
-        (Path(c.run_dir) / "config.json").touch()
-        k = c.checkpoint
-        keep_best = k.keep_best if c.data.val and c.eval.every else 0  # nothing tells which is best
-        return Checkpoints(Path(c.run_dir), keep_last=k.keep_last, keep_best=keep_best, best_metric=k.best_metric)
-    except OSError as error:
-        raise UserError(f"config.run_dir={c.run_dir!r} cannot be written: {error}") from error
+    """The checkpoints of the run in config.run_dir, for writing."""
+    k = c.checkpoint
+    keep_best = k.keep_best if c.data.val and c.eval.every else 0  # nothing tells which is best
+    return Checkpoints(Path(c.run_dir), keep_last=k.keep_last, keep_best=keep_best, best_metric=k.best_metric)
 
 
-def steps_done(c: Config, checkpoints: Checkpoints, stream: PromptStream) -> int:
-    """The newest checkpoint's step, or 0 without one; puts the stream where that checkpoint left it.
-
-    Raises UserError if the run may not or cannot go on, naming what differs.
-    """
-    step = checkpoints.latest()
-    if step is None:
-        return 0
-    if c.checkpoint.resume == "never":
+def candidates(c: Config) -> list[Path]:
+    """The checkpoints that the run may go on from, newest first: those in config.run_dir; while there are none, those
+    that config.checkpoint.resume names."""
+    resume, own = c.checkpoint.resume, _steps(Path(c.run_dir) / "checkpoints")
+    if resume == "never" and own:
         raise UserError(
-            f"{checkpoints.folder} has checkpoints up to step {step} and config.checkpoint.resume is 'never'; choose "
+            f"{own[0].parent} has checkpoints up to step {own[0].name} and config.checkpoint.resume is 'never'; choose "
             "another config.run_dir or set config.checkpoint.resume='auto'"
         )
-    rest = checkpoints.rest(step)
-    changes = [
-        f"config.{key} was {_get(rest['config'], key)!r} and is now {_get(saved(c), key)!r}"
-        for key in FIXED
-        if _get(rest["config"], key) != _get(saved(c), key)
-    ]
-    if changes:
+    if own or resume in ("auto", "never"):
+        return own
+    path = Path(resume).expanduser().absolute()
+    found = [path] if path.name.isdigit() and path.is_dir() else _steps(path / "checkpoints") or _steps(path)
+    if not found:
         raise UserError(
-            f"{checkpoints.folder / str(step)} belongs to another run: {'; '.join(changes)}. Change it back, or choose "
-            "another config.run_dir"
+            f"config.checkpoint.resume={resume!r} is neither 'auto' nor 'never'"
+            f"{nearest(resume, ('auto', 'never'))}, nor a run folder with checkpoints, nor a checkpoint in one"
         )
-    stream.set_state(rest["stream"])
-    return step
+    return found
+
+
+def check(c: Config, stream: PromptStream) -> list[str]:
+    """Raises UserError if the run may not go on from the newest readable checkpoint; returns what has changed in the
+    config since, in words. Only reads."""
+    for path in candidates(c):
+        try:
+            return _accept(c, path, checkpoint.read_rest(path), stream)
+        except DamagedCheckpoint:
+            continue  # `restore` reports it
+    return []
+
+
+def restore(c: Config, stream: PromptStream, pool: Pool) -> dict[str, Any] | None:
+    """Goes on from the newest checkpoint that is whole: gives the pool its state, puts the stream where it was and
+    returns the rest of it; None without checkpoints. Damaged ones of this run are renamed.
+
+    Raises UserError if there are checkpoints and all are damaged, or if the reference model is another one now.
+    """
+    damaged: dict[Path, DamagedCheckpoint] = {}
+    for path in candidates(c):
+        try:
+            rest = checkpoint.read_rest(path)
+            _accept(c, path, rest, stream)
+            pool.restore(partial(checkpoint.restore, path))
+        except DamagedCheckpoint as error:
+            damaged[path] = error
+            continue
+        if rest["reference"] not in (None, pool.reference_checksum()) and pool.reference_checksum() is not None:
+            raise UserError(
+                f"{path} cannot be continued: config.model.path={c.model.path!r} does not hold the weights any more "
+                "that this run began with, and they are its reference model (config.algorithm.kl_loss_coef). Restore them"
+            )
+        for bad, error in damaged.items():
+            own = bad.is_relative_to(Path(c.run_dir).absolute())
+            renamed = f"; it was renamed to {checkpoint.set_aside(bad).name}" if own else ""
+            logger.warning("checkpoint %s is damaged (%s)%s; going on from %s instead", bad, error, renamed, path)
+        return rest
+    if damaged:
+        reasons = "\n".join(f"  {path}: {error}" for path, error in damaged.items())
+        raise UserError(f"all checkpoints are damaged; to begin anew, choose another config.run_dir:\n{reasons}")
+    return None
 
 
 def saved(c: Config) -> dict[str, Any]:
@@ -70,7 +129,42 @@ def load_run(run_dir: Path) -> Config:
     return configs.load(str(path))
 
 
-def _get(values: Mapping[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        values = values[part]
-    return values
+def _accept(c: Config, path: Path, rest: Mapping[str, Any], stream: PromptStream) -> list[str]:
+    """Puts the stream where it was; returns the keys that differ. Raises UserError if it cannot go on with them."""
+    was, now = dict(_leaves(rest["config"])), dict(_leaves(saved(c)))
+    changed = {key: f"config.{key} was {was.get(key)!r} and is now {now.get(key)!r}" for key in {**was, **now}}
+    changed = {key: text for key, text in changed.items() if was.get(key) != now.get(key)}
+    fatal = [text for key, text in changed.items() if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
+    if fatal:
+        raise UserError(
+            f"{path} belongs to another run: {'; '.join(fatal)}. Change it back, or choose another config.run_dir"
+        )
+    try:
+        stream.set_state(rest["stream"])
+    except UserError as error:
+        keys = (
+            "; ".join(text for key, text in changed.items() if key.startswith("data.")) or "the config has not changed"
+        )
+        raise UserError(f"{path} cannot be continued: {error} ({keys})") from error
+    return [text for key, text in changed.items() if key not in ("run_dir", "checkpoint.resume")]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _steps(folder: Path) -> list[Path]:
+    return [folder.absolute() / str(step) for step in reversed(checkpoint.saved_steps(folder))]
+
+
+def _holder(run_dir: Path) -> str:
+    """Who holds the folder, as far as its records tell."""
+    try:
+        last = json.loads((run_dir / "provenance.jsonl").read_text().splitlines()[-1])
+        return f" (process {last['pid']} on {last['host']}, started {last['time']})"
+    except (OSError, ValueError, KeyError, IndexError):
+        return ""

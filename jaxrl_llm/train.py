@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxrl_llm.assemble import Assembled
+    from jaxrl_llm.config import Config
 
 USAGE = """usage: python -m jaxrl_llm.train --config NAME [--config.KEY=VALUE ...] [--debug]
 
@@ -12,7 +18,7 @@ USAGE = """usage: python -m jaxrl_llm.train --config NAME [--config.KEY=VALUE ..
   --debug               shows the whole traceback of errors
 
 All keys, with their defaults and meanings, stand in configs/base.py. Built-in recipes: {recipes}.
-The same command again resumes the run in config.run_dir."""
+The same command again resumes the run in config.run_dir. Ctrl-C or SIGTERM end a run with everything saved."""
 
 
 def run(argv: list[str]) -> None:
@@ -24,18 +30,38 @@ def run(argv: list[str]) -> None:
     c, rest = configs.parse(argv)
     if rest:
         raise configs.unknown_argument(rest[0])
+    if c.deterministic:
+        # Read when JAX starts; assemble() checks that it was set in time.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     from jaxrl_llm.assemble import assemble
     from jaxrl_llm.controller import train
+    from jaxrl_llm.interrupts import Interrupted, Interrupts
 
     console = Console(soft_wrap=True, highlight=False)
-    parts = assemble(c, console)
-    with parts.resources:
-        train(parts.run)
-    where = parts.run_dir
+    with Interrupts() as interrupts:
+        try:
+            parts = assemble(c, console, interrupts)
+            with parts.resources:
+                done = train(parts.run)
+                interrupts.finish()
+        except Interrupted:
+            console.out("stopped before the first step: nothing was done that the same command would not do again")
+            return
+    console.out(_summary(c, parts, done))
+
+
+def _summary(c: Config, parts: Assembled, done: int) -> str:
+    run, where = parts.run, parts.run_dir
+    if done < run.total_steps:
+        head = f"stopped after step {done} of {run.total_steps}; the same command goes on from there"
+    elif run.start_step >= run.total_steps:
+        head = f"nothing left to do: step {run.start_step} of {run.total_steps} is done (see config.total_steps)"
+    else:
+        head = f"done: {done} steps"
     samples = f"  samples      {where / 'samples.jsonl'}\n" if (where / "samples.jsonl").exists() else ""
     board = f" (TensorBoard: {where / 'tensorboard'})" if c.log.tensorboard else ""
-    console.out(
-        f"done: {parts.run.total_steps} steps\n"
+    return (
+        f"{head}\n"
         f"  metrics      {where / 'metrics.jsonl'}{board}\n"
         f"{samples}"
         f"  checkpoints  {where / 'checkpoints'}\n"

@@ -73,6 +73,7 @@ class Scored:
     components: Mapping[str, float]
     reward: float | None
     error: str | None = None
+    prediction: str | None = None  # the answer that a reward function extracted, for majority votes
 
 
 class SequenceBatch(NamedTuple):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.models.config import DecoderConfig, ModelError
 from jaxrl_llm.models.decoder import Model
 from jaxrl_llm.models.families import family_of
-from jaxrl_llm.models.families.table import Tensor
+from jaxrl_llm.models.families.table import Tensor, check_kinds, require
 
 INDEX = "model.safetensors.index.json"
 # What makes a tokenizer; copied as it is from the source folder to an exported one.
@@ -39,34 +40,42 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+_STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+_LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..*)")
 _EXPORT_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
-def find(name: str | Path) -> Path:
-    """A local folder as it is; otherwise a hub name, downloaded to the local cache where the network allows."""
+def find(name: str | Path, kind: str = "model") -> Path:
+    """A local folder as it is; otherwise a hub name, downloaded to the local cache where the network allows.
+
+    `kind` says in messages what is looked for: "tokenizer". Raises ModelError if there is neither.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if str(name).startswith((".", "/", "~")) or str(name).count("/") != 1:
-        raise ModelError(f"model folder {str(name)!r} does not exist")
+        what = "is a file, expected a folder" if folder.exists() else "does not exist"
+        raise ModelError(f"{kind} folder {str(name)!r} {what}; a relative path starts at {Path.cwd()}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", *TOKENIZER_FILES]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:  # ValueError: no name of the hub
         raise ModelError(
-            f"model {str(name)!r} is neither a folder here nor could it be fetched from the Hugging Face hub: {error}"
+            f"{kind} {str(name)!r} is neither a folder here nor could it be fetched from the Hugging Face hub: {error}"
         ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model folder."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}; is it a Hugging Face model folder?") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # ValueError: neither JSON nor UTF-8, or a number of 5000 digits
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -80,7 +89,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def decoder_config(hf: Mapping[str, Any], *, vocab_pad_multiple: int = 1) -> DecoderConfig:
     """The decoder that a Hugging Face config describes."""
-    return family_of(hf).config(hf).replace(vocab_pad_multiple=vocab_pad_multiple)
+    family = family_of(hf)
+    check_kinds(hf)
+    return family.config(hf).replace(vocab_pad_multiple=vocab_pad_multiple)
 
 
 def generation_config(folder: Path | None, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,11 +103,19 @@ def generation_config(folder: Path | None, hf: Mapping[str, Any]) -> dict[str, A
 
 
 def eos_ids(generation: Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """All ids that end a response: the union of both configs' lists."""
+    """All ids that end a response: the union of both configs' lists. ModelError for one that is no token."""
+    check_kinds(hf)
     ids: list[int] = []
-    for config in (generation, hf):
+    for name, config in (("generation_config.json", generation), ("config.json", hf)):
         value = config.get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        wrong = [id for id in found if type(id) is not int or not 0 <= id < require(hf, "vocab_size")]
+        if wrong:
+            raise ModelError(
+                f"{name}: eos_token_id={value!r:.80}: {wrong[0]!r} is no token of a vocabulary of {hf['vocab_size']}; "
+                "expected one id below that, or a list of them"
+            )
+        ids += found
     return tuple(dict.fromkeys(ids))
 
 
@@ -109,17 +128,17 @@ class _Files:
     def __init__(self, folder: Path):
         self._by_name: dict[str, Any] = {}
         if (folder / INDEX).exists():
-            files = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+            files = _index(folder / INDEX)
         else:
             files = ["model.safetensors"]
         for name in files:
             if not (folder / name).exists():
                 pickled = sorted(p.name for p in folder.glob("*.bin"))
-                hint = f"; {pickled[0]} is a pickle and is never read: convert it" if pickled else ""
+                hint = f"; {pickled[0]} is a pickle and is never read: convert it to safetensors" if pickled else ""
                 raise ModelError(f"{folder} has no {name}{hint}")
             try:
                 opened = safe_open(folder / name, "np")
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:  # OSError: a folder of that name
                 raise ModelError(f"{folder / name} is damaged or cut short: {error}") from error
             self._by_name |= dict.fromkeys(opened.keys(), opened)
 
@@ -129,19 +148,45 @@ class _Files:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._by_name[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it: "BF16"."""
+        return self._by_name[name].get_slice(name).get_dtype()
+
     def read(self, name: str) -> np.ndarray:
         return self._by_name[name].get_tensor(name)
+
+
+def _index(path: Path) -> list[str]:
+    """Names of the files that an index names."""
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ModelError(f"{path} must have an object weight_map of tensor names to file names, got {names!r:.80}")
+    return sorted(set(names.values()))
+
+
+def check(folder: Path, model: Model) -> None:
+    """Looks at the names, shapes and types of a folder's tensors; of their values it reads no more than a tied head.
+
+    Raises ModelError with the full list if tensors are missing, unknown or of another shape or type than the config
+    says, or if a file is missing or damaged.
+    """
+    _checked(folder, model)
+
+
+def _checked(folder: Path, model: Model) -> tuple[_Files, dict[str, Tensor], dict[str, Any]]:
+    files = _Files(folder)
+    table = family_of(read_config(folder)).tensors(model.config)
+    shapes: dict[str, Any] = traverse_util.flatten_dict(model.abstract, sep=".")
+    _check(folder, files, table, shapes, model.config)
+    return files, table, shapes
 
 
 def load(folder: Path, model: Model, shardings: Any, dtype: Any = jnp.float32) -> Any:
     """The parameters of a folder as a pytree of arrays of `dtype`, each created in its sharding.
 
-    Raises ModelError with the full list if tensors are missing, unknown or have another shape than the config says.
+    Raises ModelError as `check` does.
     """
-    files = _Files(folder)
-    table = family_of(read_config(folder)).tensors(model.config)
-    shapes: dict[str, Any] = traverse_util.flatten_dict(model.abstract, sep=".")
-    _check(folder, files, table, shapes, model.config)
+    files, table, shapes = _checked(folder, model)
     flat_shardings = traverse_util.flatten_dict(shardings, sep=".")
     params = {
         path: _read_parameter(files, entry, shapes[path].shape, flat_shardings[path], jnp.dtype(dtype))
@@ -168,15 +213,35 @@ def _check(
         if tied in names and not np.array_equal(files.read("lm_head.weight"), files.read(tied)):
             raise ModelError(f"{folder}: lm_head.weight differs from {tied}, but config.json ties them")
         names.remove("lm_head.weight")
-    problems = [f"missing: {n}" for n in sorted(set(expected) - names)]
-    problems += [f"unknown: {n}" for n in sorted(names - set(expected))]
+    known = sorted(names & set(expected))
+    problems = [("missing: ", n, "") for n in sorted(set(expected) - names)]
+    problems += [("unknown: ", n, "") for n in sorted(names - set(expected))]
     problems += [
-        f"shape of {n}: {files.shape(n)}, the config says {expected[n]}"
-        for n in sorted(names & set(expected))
+        ("shape of ", n, f": {files.shape(n)}, the config says {expected[n]}")
+        for n in known
         if files.shape(n) != expected[n]
     ]
+    problems += [
+        ("type of ", n, f": {files.dtype(n)}, expected one of {', '.join(_STORED_DTYPES)}")
+        for n in known
+        if files.dtype(n) not in _STORED_DTYPES
+    ]
     if problems:
-        raise ModelError(f"{folder} does not hold the model of its config.json:\n  " + "\n  ".join(problems))
+        lines = "\n  ".join(_by_layers(problems))
+        raise ModelError(f"{folder} does not hold the model of its config.json:\n  {lines}")
+
+
+def _by_layers(problems: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Lines (before, tensor's name, after); what is the same in several layers is one line, `layers.{0,1,2}.`."""
+    layers: dict[tuple[str, ...], list[str]] = {}
+    for before, name, after in problems:
+        match = _LAYER.fullmatch(name)
+        head, layer, tail = match.groups() if match else (name, "", "")
+        layers.setdefault((before + head, tail + after), []).append(layer)
+    return [
+        head + (found[0] if len(found) == 1 else "{" + ",".join(sorted(found, key=int)) + "}") + tail
+        for (head, tail), found in layers.items()
+    ]
 
 
 def _stored(entry: Tensor, ours: tuple[int, ...], c: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

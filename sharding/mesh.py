@@ -30,7 +30,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     bad = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
     free = [axis for axis, size in sizes.items() if size == -1]
     if bad or len(free) > 1:
-        raise ShardingError(f"mesh sizes must be positive, and at most one of them -1; got {dict(shape)}")
+        raise ShardingError(f"mesh sizes must be positive, and at most one of them -1; got {sizes}; change config.mesh")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if free and len(devices) % fixed == 0:
         sizes[free[0]] = len(devices) // fixed

@@ -243,3 +243,20 @@ def test_bfloat16_computes_near_float32_over_float32_masters():
     flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(g))]) for g in (got, expected)]
     cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
     assert cosine > 0.99
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(poison):
+    learner = make_learner(mesh(2, fsdp=2), make_objective())
+    good = unprepared(learner, make_scored(), spec(4, minis=2, sequences=8))
+    first = (np.arange(2) == 0)[:, None, None, None]  # of two mini-batches
+    bad = good._replace(advantages=jnp.where(first & (good.advantages != 0), poison, good.advantages))
+    before = jax.device_get(learner.state)
+    metrics = finish(learner.update(good._replace(advantages=jnp.full_like(good.advantages, poison))))
+    assert metrics["actor/skipped_updates"] == 2
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(learner.state), before)
+    metrics = finish(learner.update(bad))
+    assert metrics["actor/skipped_updates"] == 1
+    assert learner.state.step == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(learner.state)))
+    assert finish(learner.update(good))["actor/skipped_updates"] == 0

@@ -9,7 +9,7 @@ GSM8K_ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+2
 
 
 def acc(result):
-    assert set(result) == {"acc"}
+    assert set(result) == {"acc", "pred"}
     return result["acc"]
 
 
@@ -70,6 +70,31 @@ def test_gsm8k_compares_the_number_after_the_last_mark(response, truth, expected
 )
 def test_gsm8k_flexible_compares_the_last_number_anywhere(response, truth, expected):
     assert acc(gsm8k_flexible(response, truth)) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "response", "prediction"),
+    [
+        (gsm8k, "#### 1,000", "1000"),
+        (gsm8k, "#### 5 so #### $1000.00", "1000"),
+        (gsm8k, "#### 010", "10"),
+        (gsm8k, "#### -.50", "-0.5"),
+        (gsm8k, "#### -0.0", "0"),
+        (gsm8k, "#### 1" + 29 * "0" + ".1", "1" + 29 * "0" + ".1"),
+        (gsm8k, "it is 7", None),
+        (gsm8k_flexible, "it is 7, or 1,000.0", "1000"),
+        (gsm8k_flexible, "nothing", None),
+        (exact_match, " Paris\n", "Paris"),
+        (exact_match, "7.0", "7.0"),
+        (exact_match, " ", None),
+        (boxed, r"so \boxed{\$1{,}000.00}", "1000"),
+        (boxed, r"so \boxed{ \dfrac{1}{2} }", r"\frac{1}{2}"),
+        (boxed, r"so \boxed{}", None),
+        (boxed, "so 7", None),
+    ],
+)
+def test_the_prediction_is_the_extracted_answer_in_one_way_of_writing_it(function, response, prediction):
+    assert function(response, "7") == {"acc": 0.0, "pred": prediction}
 
 
 @pytest.mark.parametrize("truth", ["", "many", "#### many", "1 2", True])

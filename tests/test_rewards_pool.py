@@ -42,6 +42,10 @@ DO = {
     "infinite": lambda: {"act": 1.0, "other": -float("inf")},
     "string": lambda: "1.0",
     "string in dict": lambda: {"act": "1.0"},
+    "answer": lambda: {"act": 1.0, "pred": "42"},
+    "no answer": lambda: {"act": 0.0, "pred": None},
+    "answer is a number": lambda: {"act": 1.0, "pred": 42},
+    "answer only": lambda: {"pred": "42"},
     "list": lambda: [1.0],
     "complex": lambda: 1j,
     "key": lambda: {3: 1.0},
@@ -156,6 +160,11 @@ def test_long_responses_and_no_rollouts_at_all(pool):
         ("key", "act: returned a dict with the key 3, expected strings"),
         ("huge", "act: OverflowError: int too large to convert to float"),
         ("empty", "no function returned a component"),
+        ("answer only", "no function returned a component"),
+        (
+            "answer is a number",
+            "act: returned int 42 for 'pred', expected the extracted answer as a text, or None",
+        ),
         ("sys.exit", "act: SystemExit: enough (actions.py:"),
         ("exit", "act: its process died with exit code 3"),
         ("kill", "act: its process died of SIGKILL"),
@@ -231,6 +240,22 @@ def test_every_field_reaches_the_function(tmp_path):
     with pool_of(f"{file}:fn") as pool:
         (scored,) = pool.score([rollout("text", truth=[1], actions=9, level=3)])
     assert "('toy', 'text', [1], {'level': 3}, 'What?', 9)" in scored.error
+
+
+def test_a_prediction_is_no_component(pool):
+    answer, none, number = pool.score(rollouts("answer", "no answer", "2"))
+    assert (answer.components, answer.reward, answer.prediction) == ({"act": 1.0}, 1.0, "42")
+    assert (none.components, none.reward, none.prediction) == ({"act": 0.0}, 0.0, None)
+    assert number.prediction is None
+
+
+def test_of_two_predictions_the_first_functions_counts(tmp_path):
+    file = tmp_path / "two.py"
+    file.write_text(
+        "def a(solution_str): return {'a': 1, 'pred': solution_str or None}\ndef b(): return {'b': 2, 'pred': 'of b'}\n"
+    )
+    with pool_of(f"{file}:a", f"{file}:b") as pool:
+        assert [s.prediction for s in pool.score(rollouts("of a", ""))] == ["of a", "of b"]
 
 
 def test_a_component_of_two_functions_is_an_error_of_the_sample():

@@ -1,72 +1,21 @@
-import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import export
-from jaxrl_llm.assemble import assemble
-from jaxrl_llm.controller import train
 from jaxrl_llm.learner import param_shardings
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.config import ModelError
 from jaxrl_llm.models.decoder import build
 from jaxrl_llm.sharding.mesh import ShardingError, make_mesh
 from jaxrl_llm.types import UserError
-
-
-def small(run_dir, recipe="quickstart", **changes):
-    c = configs.load(recipe)
-    c.run_dir = str(run_dir)
-    c.mesh = {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 4}
-    c.data.train = ("arithmetic:count=20,split=train",)
-    c.data.val = ("arithmetic:count=6,split=test",)
-    c.data.train_batch_size = 8
-    c.learner.mini_batch_size = 4
-    c.learner.micro_batch_rows = 2
-    c.rollout.n = 2
-    c.rollout.slots = 8
-    c.rollout.prefill_batch = 4
-    c.learner.row_lengths = (16,)
-    c.reward.workers = 1
-    c.total_steps = 4
-    c.eval.every = 2
-    c.checkpoint.every = 2
-    c.checkpoint.keep_last = 4
-    c.log.tensorboard = False
-    for key, value in changes.items():
-        configs.override(c, key, str(value))
-    return c
-
-
-def run(c):
-    out = io.StringIO()
-    parts = assemble(c, Console(file=out, width=300))
-    with parts.resources:
-        train(parts.run)
-    lines = [json.loads(line) for line in (parts.run_dir / "metrics.jsonl").read_text().splitlines()]
-    return lines, out.getvalue(), jax.device_get(parts.run.pool.state())
-
-
-def comparable(lines):
-    """Without what measures time or this process."""
-    return [
-        {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/throughput", "perf/compilations"))}
-        for line in lines
-    ]
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("straight")
-    return run_dir, *run(small(run_dir))
+from tests.runs import run, small
 
 
 def test_every_step_is_written_once_under_the_names_of_the_field(straight):
@@ -106,31 +55,12 @@ def test_nothing_compiles_after_the_first_steps(straight):
     assert lines[3]["perf/compilations"] == lines[4]["perf/compilations"]
 
 
-def test_a_run_that_stops_and_is_started_again_gives_the_same_metrics_and_weights(straight, tmp_path):
-    _, lines, _, state = straight
-    run(small(tmp_path, total_steps=2))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "actor/loss": 9}\n{"step": 4, "act')  # a step beyond the checkpoint, and half a line
-    resumed, shown, its_state = run(small(tmp_path))
-    assert "resuming after step 2" in shown
-    assert comparable(resumed) == comparable(lines)
-    jax.tree.map(np.testing.assert_array_equal, its_state, state)
-
-
 def test_samples_are_kept_whole(straight, tmp_path):
     run(small(tmp_path, **{"log.samples_every": 1, "log.samples": 2, "total_steps": 2, "eval.every": 0}))
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 1, 2, 2]
     assert set(rows[0]) == {"step", "prompt", "response", "reward", "ground_truth"}
     assert rows[0]["prompt"].endswith("=")
-
-
-def test_a_resume_from_another_model_is_refused_by_name(straight, tmp_path):
-    run_dir, *_ = straight
-    model = tmp_path / "model"
-    shutil.copytree(configs.load("quickstart").model.path, model)
-    with pytest.raises(UserError, match=r"belongs to another run: config\.model\.path was '.*' and is now '.*model'"):
-        run(small(run_dir, **{"model.path": model, "total_steps": 6}))
 
 
 def test_a_loss_of_the_users_own_trains_and_a_wrong_signature_is_refused_early(tmp_path):
@@ -148,18 +78,6 @@ def test_a_loss_of_the_users_own_trains_and_a_wrong_signature_is_refused_early(t
     with pytest.raises(UserError, match="short is called with logprobs, old_logprobs, advantages, mask"):
         run(small(tmp_path / "short", **options, **{"algorithm.loss": f"{tmp_path}/mine.py:short"}))
     assert not (tmp_path / "short").exists()
-
-
-def test_resuming_can_be_forbidden(straight):
-    run_dir, *_ = straight
-    with pytest.raises(UserError, match=r"checkpoints up to step 4 and config\.checkpoint\.resume is 'never'"):
-        run(small(run_dir, **{"checkpoint.resume": "never"}))
-
-
-def test_a_resume_with_other_data_is_refused_by_name(straight):
-    run_dir, *_ = straight
-    with pytest.raises(UserError, match="seed was 0 and is now 5"):
-        run(small(run_dir, seed=5, total_steps=6))
 
 
 def test_export_is_the_policy_and_loads_as_a_model_folder(straight, tmp_path):
@@ -248,3 +166,27 @@ def test_mistakes_are_refused_before_training(tmp_path, key, value, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         run(c)
     assert isinstance(error.value, (UserError, ModelError, ShardingError))
+
+
+def test_a_loss_that_is_never_finite_stops_the_run_and_keeps_the_batches(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jaxrl_llm.algorithms.policy_losses import vanilla\n"
+        "def loss(*args, clip_ratio_low, clip_ratio_high, clip_ratio_c, **keywords):\n"
+        "    clips = dict(clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)\n"
+        "    out = vanilla(*args, **clips, **keywords)\n"
+        "    return out._replace(token_loss=out.token_loss / 0.0 * 0.0)\n"
+    )
+    run_dir = tmp_path / "run"
+    c = small(run_dir, **{"algorithm.loss": f"{tmp_path}/mine.py:loss", "learner.max_skipped_steps": 3})
+    words = r"not finite in each of the steps 1 to 3; .*The last good checkpoint is .*/checkpoints/2\. Look at"
+    with pytest.raises(UserError, match=words):
+        run(c)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["actor/skipped_updates"] for line in lines[1:]] == [2, 2, 2]
+    assert lines[3]["actor/loss"] == "nan"
+    rows = [json.loads(line) for line in (run_dir / "skipped" / "step_3.jsonl").read_text().splitlines()]
+    assert len(rows) == 16
+    with np.load(run_dir / "skipped" / "step_3.npz") as arrays:
+        assert {"token_ids", "advantages", "old_logprobs"} <= set(arrays)
+    with pytest.raises(UserError, match="each of the steps 1 to 3"):
+        run(c)  # how many there were in a row is in the checkpoint

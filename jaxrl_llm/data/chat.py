@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jaxrl_llm.types import UserError
 
 PROMPT_STYLES = ("auto", "chat", "plain")
+# Those that published chat templates know; most of them write any other into the prompt as it is.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -102,9 +103,12 @@ def render(
         text = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **(template_kwargs or {})
         )
-    except TemplateError as error:
+    except Exception as error:  # a template is a program: beside refusing, it can fail in any way
         roles = ", ".join(message["role"] for message in messages)
-        raise UserError(f"{place}: the chat template refused messages with the roles {roles}: {error}") from error
+        raise UserError(
+            f"{place}: the chat template refused messages with the roles {roles}: {error}; change the messages or the "
+            "tokenizer's chat template, or do without it: data.prompt_style='plain'"
+        ) from error
     assert isinstance(text, str)  # tokenize=False
     return text, _encode(tokenizer, text, place)
 
@@ -130,9 +134,11 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: M
     template = tokenizer.chat_template or ""
     for name in template_kwargs:
         if name in ("tokenize", "add_generation_prompt"):
-            raise UserError(f"template_kwargs: {name} is fixed here and cannot be set")
+            raise UserError(f"data.template_kwargs: {name} is fixed here and cannot be set")
+        if not template:
+            raise UserError(f"data.template_kwargs.{name}: the tokenizer has no chat template that could use it")
         if name not in template:
-            raise UserError(f"template_kwargs: the tokenizer's chat template does not use {name!r}")
+            raise UserError(f"data.template_kwargs: the tokenizer's chat template does not use {name!r}")
 
 
 def _load_local(folder: Path) -> PreTrainedTokenizerBase:
@@ -141,21 +147,30 @@ def _load_local(folder: Path) -> PreTrainedTokenizerBase:
         raise UserError(f"folder {folder} holds no tokenizer: expected {' or '.join(VOCABULARY_FILES)}, found {names}")
     config = folder / "tokenizer_config.json"
     try:
-        named = json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") if config.exists() else None
+        values = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+        if not isinstance(values, dict):
+            raise UserError(f"{config} must hold a JSON object, got {type(values).__name__}")
+        named = values.get("tokenizer_class")
         # AutoTokenizer would put the class of config.json's model_type in place of this one, and that class
         # rebuilds the pre-tokenizer: the same file then encodes differently, or to nothing.
         general = named in ("PreTrainedTokenizerFast", PreTrainedTokenizerFast.__name__)
         loader = PreTrainedTokenizerFast if general else AutoTokenizer
         return loader.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer in folder {folder} does not load: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # these libraries do not check a file: they fail where they stumble, in any way
+        raise UserError(
+            f"the tokenizer in folder {folder} does not load: {type(error).__name__}: {error}; is one of its files "
+            f"({', '.join((*VOCABULARY_FILES[:2], config.name))}) damaged?"
+        ) from error
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     """Checked copies of a row's messages, without the empty fields that Parquet adds."""
     if not isinstance(value, list | tuple) or not value:
         raise UserError(
-            f"{place}: a prompt must be a string or a list of messages, got {type(value).__name__} {value!r:.60}"
+            f"{place}: a prompt must be a string or a list of messages, got {type(value).__name__} {value!r:.60}; "
+            "data.prompt_key names its column"
         )
     messages = []
     for number, message in enumerate(value, start=1):
@@ -171,6 +186,12 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
                 raise UserError(
                     f"{place}: message {number} needs a string {name!r}, got {message.get(name)!r:.60}{hint}"
                 )
+        if message["role"] not in ROLES:
+            near = difflib.get_close_matches(message["role"], ROLES, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ";"
+            raise UserError(
+                f"{place}: message {number} has the role {message['role']!r}{hint} roles are {', '.join(ROLES)}"
+            )
         messages.append({name: item for name, item in message.items() if item is not None})
     if messages[-1]["role"] == "assistant":
         raise UserError(

@@ -6,9 +6,8 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrl_llm.data import arithmetic
@@ -43,7 +42,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
     Raises:
         UserError: a line that is not UTF-8, not JSON or not an object, with its number and an excerpt.
     """
-    with path.open("rb") as lines:
+    with _opened(path) as lines:
         for number, raw in enumerate(lines, start=1):
             place = f"{path}, line {number}"
             try:
@@ -60,6 +59,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
                     f"{place}, column {error.pos + 1}: broken JSON ({error.msg}) near {excerpt!r}; "
                     "every line must be one whole JSON object"
                 ) from None
+            except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets nested 1000 deep
+                raise UserError(f"{place}: this JSON cannot be read, {error}; it begins {line[:60]!r}") from None
             if not isinstance(row, dict):
                 raise UserError(
                     f'{place}: expected a JSON object like {{"prompt": ...}}, got {type(row).__name__} '
@@ -68,7 +69,16 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
             yield number, row
 
 
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"data file {path} cannot be read: {error.strerror}") from error
+
+
 def _read_one(path: str) -> list[Row]:
+    if not path.strip():
+        raise UserError("the path of a data file is empty; give the path of a file, or () for no file at all")
     if path.startswith(arithmetic.PREFIX):
         return arithmetic.generate(path)
     file = Path(path).expanduser()
@@ -93,13 +103,24 @@ def _read_one(path: str) -> list[Row]:
 def _parquet(file: Path) -> list[Row]:
     try:
         return pq.read_table(file).to_pylist()
-    except pa.ArrowException as error:
+    except Exception as error:  # a damaged file raises what the bytes in it lead to, from OSError to OverflowError
         raise UserError(f"data file {file} cannot be read as Parquet: {error}") from error
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a dataset's folder."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} of a saved dataset is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} of a saved dataset must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _saved_dataset(folder: Path) -> list[Row]:
     if (folder / "dataset_dict.json").exists():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        splits = _json_object(folder / "dataset_dict.json").get("splits") or ["SPLIT"]
         raise UserError(
             f"{folder} holds several splits ({', '.join(splits)}); give one of them, for example {folder / splits[0]}"
         )
@@ -115,9 +136,15 @@ def _saved_dataset(folder: Path) -> list[Row]:
         raise UserError(
             f"reading the dataset folder {folder} needs Hugging Face datasets: pip install 'jaxrl-llm[datasets]'"
         ) from error
-    if not json.loads((folder / "state.json").read_text())["_data_files"]:
+    if _json_object(folder / "state.json").get("_data_files") == []:
         return []  # written by an empty dataset; load_from_disk fails on it
-    return datasets.Dataset.load_from_disk(str(folder)).to_list()
+    try:
+        return datasets.Dataset.load_from_disk(str(folder)).to_list()
+    except Exception as error:  # as with Parquet
+        raise UserError(
+            f"folder {folder} cannot be read as a saved dataset: {type(error).__name__}: {error}; write it again with "
+            "Dataset.save_to_disk"
+        ) from error
 
 
 def _neighbours(file: Path) -> str:

@@ -140,7 +140,7 @@ def load_prompts(
     counts["kept"] = len(records)
     prompts = Prompts(records, counts, longest, longest_response, max_prompt_length, max_response_length)
     if not records:
-        raise _nothing_left(paths, prompts)
+        raise _nothing_left(paths, prompts, prompt_key)
     return prompts
 
 
@@ -168,7 +168,8 @@ class PromptStream:
         if remainder == "drop" and len(prompts) < batch_size:
             raise UserError(
                 f"the data hold {len(prompts)} rows, fewer than one batch of {batch_size}, and "
-                "remainder='drop' would leave them all out; lower the batch size or set remainder='carry'"
+                "data.remainder='drop' would leave them all out; lower data.train_batch_size or set "
+                "data.remainder='carry'"
             )
         self.prompts = prompts
         self.batch_size = batch_size
@@ -276,9 +277,12 @@ def _answer(row: sources.Row, key: str, place: str) -> Any:
     return answer
 
 
-def _nothing_left(paths: Sequence[str], prompts: Prompts) -> UserError:
-    keys = "data.max_prompt_length" + (" or data.max_response_length" if prompts.longest_response else "")
-    return UserError(f"no row of {', '.join(paths)} is left: {prompts.describe()}; if rows are too long, raise {keys}")
+def _nothing_left(paths: Sequence[str], prompts: Prompts, prompt_key: str) -> UserError:
+    if prompts.counts["too_long"]:
+        fix = f"raise data.max_prompt_length{' or data.max_response_length' if prompts.longest_response else ''}"
+    else:
+        fix = f"is data.prompt_key={prompt_key!r} the right column?"
+    return UserError(f"no row of {', '.join(paths)} is left: {prompts.describe()}; {fix}")
 
 
 def _blank(value: Any) -> bool:

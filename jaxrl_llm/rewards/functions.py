@@ -11,8 +11,10 @@ if it takes **kwargs):
     response_length: int  number of tokens that the policy chose
 
 and returns a number, which becomes one component named after the function, or a dict of numbers, which are
-components by their keys. Any other parameter must have a default or be given in the configuration's kwargs.
-An exception, None, NaN, infinity or anything but a number leaves the sample without a reward.
+components by their keys. The key "pred" is no component: its value is a text, the answer that the function has
+extracted, or None; samples with the same text vote together in evaluations. Any other parameter must have a default or
+be given in the configuration's kwargs. An exception, None, NaN, infinity or anything but a number leaves the sample
+without a reward.
 
 Nothing here imports jax, so that worker processes start in a fraction of a second.
 """
@@ -40,38 +42,47 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\
 _LAYOUT = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:!$ ]|[$~]|(?<![0-9]) | (?![0-9])")
 
 
-def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, float]:
+Result = dict[str, float | str | None]
+
+
+def gsm8k(solution_str: str, ground_truth: Any) -> Result:
     """1 if the number after the response's last `#### ` equals the truth, as the prompt of GSM8K asks for it.
 
     `ground_truth` is a number or a whole GSM8K answer that ends with `#### 72`. "1,000", "$1000" and "1000.0"
-    are equal. Raises ValueError if it holds no number.
+    are equal. The prediction is the number as digits: "1000". Raises ValueError if the truth holds no number.
     """
-    return {"acc": float(_last_number(_MARKED_NUMBER, solution_str) == _true_number(ground_truth))}
+    return _same_number(_last_number(_MARKED_NUMBER, solution_str), ground_truth)
 
 
-def gsm8k_flexible(solution_str: str, ground_truth: Any) -> dict[str, float]:
+def gsm8k_flexible(solution_str: str, ground_truth: Any) -> Result:
     """As gsm8k, for the last number anywhere in the response."""
-    return {"acc": float(_last_number(_ANY_NUMBER, solution_str) == _true_number(ground_truth))}
+    return _same_number(_last_number(_ANY_NUMBER, solution_str), ground_truth)
 
 
-def exact_match(solution_str: str, ground_truth: Any) -> dict[str, float]:
-    """1 if the response is the ground truth, white space around either left aside."""
-    return {"acc": float(solution_str.strip() == _true_text(ground_truth).strip())}
+def exact_match(solution_str: str, ground_truth: Any) -> Result:
+    """1 if the response is the ground truth, white space around either left aside. The prediction is the response."""
+    answer = solution_str.strip()
+    return {"acc": float(answer == _true_text(ground_truth).strip()), "pred": answer or None}
 
 
-def boxed(solution_str: str, ground_truth: Any) -> dict[str, float]:
+def boxed(solution_str: str, ground_truth: Any) -> Result:
     r"""1 if the content of the response's last complete `\boxed{...}` is the ground truth.
 
     The ground truth may be boxed too. Both are compared as numbers if both are, else as strings without
     layout: white space, `$`, `\left`, `\right`, `\text{}` and a full stop at the end; `\dfrac` is `\frac`.
-    It decides no mathematical equality: 1/2 is not 0.5.
+    It decides no mathematical equality: 1/2 is not 0.5. The prediction is what is compared.
     """
     truth = _true_text(ground_truth)
     unboxed_truth = _last_boxed(truth)
     answer = _last_boxed(solution_str)
     if answer is None:
-        return {"acc": 0.0}
-    return {"acc": float(_same_answer(answer, truth if unboxed_truth is None else unboxed_truth))}
+        return {"acc": 0.0, "pred": None}
+    plain = _plain(answer)
+    number = _as_number(plain)
+    return {
+        "acc": float(_same_answer(plain, _plain(truth if unboxed_truth is None else unboxed_truth))),
+        "pred": (plain or None) if number is None else _digits(number),
+    }
 
 
 def format(
@@ -126,6 +137,17 @@ def _true_number(ground_truth: Any) -> Decimal:
     return number
 
 
+def _same_number(answer: Decimal | None, ground_truth: Any) -> Result:
+    return {"acc": float(answer == _true_number(ground_truth)), "pred": None if answer is None else _digits(answer)}
+
+
+def _digits(number: Decimal) -> str:
+    """The shortest way to write a number without an exponent, the same for equal numbers."""
+    text = f"{number.copy_abs():f}"  # abs() and normalize() would round to 28 digits
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return f"-{text}" if number < 0 else text
+
+
 def _last_number(pattern: re.Pattern[str], text: str) -> Decimal | None:
     found = pattern.findall(text)
     return _as_number(found[-1]) if found else None
@@ -153,7 +175,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _same_answer(answer: str, truth: str) -> bool:
-    answer, truth = _plain(answer), _plain(truth)
+    """Both plain."""
     if answer == truth:
         return True
     number = _as_number(answer)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.plugins import absolute, nearest, resolve
+from jaxrl_llm.plugins import absolute, nearest, resolve, signature
 from jaxrl_llm.rewards.functions import REWARDS
 from jaxrl_llm.types import UserError
 
@@ -38,12 +37,17 @@ def load(spec: str, kwargs: Mapping[str, Any] = {}) -> RewardFunction:
     """
     function = resolve(REWARDS, spec, "reward function")
     name = spec.rpartition(":")[2]
+    if not isinstance(kwargs, Mapping):
+        raise UserError(
+            f"kwargs of reward function {spec!r} must be a section, such as "
+            f"config.reward.kwargs.{name}.ARGUMENT=VALUE; got {kwargs!r}"
+        )
     return RewardFunction(name, absolute(spec), function, _fields(spec, function, kwargs), dict(kwargs))
 
 
 def _fields(spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Which of SAMPLE_FIELDS to call the function with; refuses what could never be called."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature(function, f"reward function {spec!r}").parameters.values()
     by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for parameter in parameters:

@@ -18,6 +18,7 @@ import pebble
 from jaxrl_llm.plugins import nearest
 from jaxrl_llm.rewards import worker
 from jaxrl_llm.rewards.loading import load
+from jaxrl_llm.rewards.worker import Result
 from jaxrl_llm.types import Rollout, Scored, UserError
 
 logger = logging.getLogger("jaxrl_llm.rewards")
@@ -86,7 +87,7 @@ class RewardPool:
         with self._lock:
             self._refuse_if_closed()
             scored = [
-                self._scored(rollout, *result) for rollout, result in zip(rollouts, self._run(rollouts), strict=True)
+                self._scored(rollout, result) for rollout, result in zip(rollouts, self._run(rollouts), strict=True)
             ]
             self._report_failures(scored)
             self._check_weights(scored)
@@ -138,15 +139,15 @@ class RewardPool:
             self._pool.join()
             self._pool = None
 
-    def _run(self, rollouts: Sequence[Rollout]) -> list[tuple[dict[str, float], str | None]]:
-        results: list[tuple[dict[str, float], str | None] | None] = []
+    def _run(self, rollouts: Sequence[Rollout]) -> list[Result]:
+        results: list[Result | None] = []
         payloads: dict[int, bytes] = {}
         for index, rollout in enumerate(rollouts):
             try:
                 payloads[index] = pickle.dumps(_sample(rollout))
                 results.append(None)
             except Exception as error:  # what a dataset's columns hold is the user's
-                results.append(({}, f"the sample cannot be pickled: {type(error).__name__}: {error}"))
+                results.append(Result({}, error=f"the sample cannot be pickled: {type(error).__name__}: {error}"))
         for _ in range(_POOL_LOSSES):
             pool = self._pool = self._pool or self._start()
             for index, future in self._futures(pool, payloads).items():
@@ -178,7 +179,7 @@ class RewardPool:
             pass
         return futures
 
-    def _result(self, future: Future) -> tuple[dict[str, float], str | None] | None:
+    def _result(self, future: Future) -> Result | None:
         """What the worker returned, or why it could not; None if the pool was lost and the sample with it."""
         if not future.done():
             return None
@@ -188,16 +189,16 @@ class RewardPool:
         if isinstance(error, BrokenProcessPool):
             return None
         if isinstance(error, TimeoutError):
-            return {}, f"{self._names}: timed out after {self._timeout_s:g} s"
+            return Result({}, error=f"{self._names}: timed out after {self._timeout_s:g} s")
         if isinstance(error, pebble.ProcessExpired):
-            return {}, f"{self._names}: its process died {_cause_of_death(error.exitcode)}"
+            return Result({}, error=f"{self._names}: its process died {_cause_of_death(error.exitcode)}")
         raise error
 
-    def _scored(self, rollout: Rollout, components: dict[str, float], error: str | None) -> Scored:
-        if error is not None:
-            return Scored(rollout, {}, None, error)
-        reward = sum(self._weights.get(name, 1.0) * value for name, value in components.items())
-        return Scored(rollout, components, reward)
+    def _scored(self, rollout: Rollout, result: Result) -> Scored:
+        if result.error is not None:
+            return Scored(rollout, {}, None, result.error)
+        reward = sum(self._weights.get(name, 1.0) * value for name, value in result.components.items())
+        return Scored(rollout, result.components, reward, prediction=result.prediction)
 
     def _report_failures(self, scored: Sequence[Scored]) -> None:
         failed = [sample for sample in scored if sample.error is not None]

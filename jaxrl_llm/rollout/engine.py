@@ -47,12 +47,23 @@ class Sampling:
         ]
 
 
+class Listener(Protocol):
+    """Hears what comes out while `generate` runs: of each sequence its first token, then after every dispatch all its
+    tokens so far, the last time with `ended`."""
+
+    def __call__(self, place: int, token_ids: Sequence[int], ended: bool) -> None:
+        """`place` in the list of requests; all tokens of its response so far, to be read during the call only."""
+        ...
+
+
 class Engine(Protocol):
     """An inference engine with weights of one version."""
 
     version: int  # of the weights it holds; -1 before the first load
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, listener: Listener | None = None
+    ) -> list[Rollout]:
         """One finished rollout a request, in the order of the requests. Requests of one prompt that follow each other
         share the reading of the prompt. Raises RuntimeError before the first load."""
         ...

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.models.decoder import Cache, Model
 from jaxrl_llm.rollout import programs
-from jaxrl_llm.rollout.engine import Request, Sampling
+from jaxrl_llm.rollout.engine import Listener, Request, Sampling
 from jaxrl_llm.rollout.programs import Admission, Slots
 from jaxrl_llm.rollout.sampling import Filters
 from jaxrl_llm.sharding import reshard
@@ -120,14 +120,16 @@ class JaxEngine:
         self._params = self._cache = None
         self.version = -1
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, listener: Listener | None = None
+    ) -> list[Rollout]:
         """See `Engine`."""
         if self._params is None:
             raise RuntimeError("the engine has no weights yet: call load() first")
         for request in requests:
             self._check(request)
         self.wake()
-        job = _Job(self, requests, sampling)
+        job = _Job(self, requests, sampling, listener)
         while job.waiting or job.running:
             job.admit()
             job.dispatch()
@@ -147,8 +149,8 @@ class JaxEngine:
 class _Job:
     """One call of generate: which request is where, and what has come out."""
 
-    def __init__(self, engine: JaxEngine, requests: Sequence[Request], sampling: Sampling):
-        self.engine, self.sampling = engine, sampling
+    def __init__(self, engine: JaxEngine, requests: Sequence[Request], sampling: Sampling, listener: Listener | None):
+        self.engine, self.sampling, self._listener = engine, sampling, listener
         self.waiting = deque(enumerate(requests))
         self.running: dict[int, _Running] = {}
         self._done: list[Rollout | None] = [None] * len(requests)
@@ -263,6 +265,8 @@ class _Job:
             reason = "stop_string"
             del run.tokens[cut[0] :], run.logprobs[cut[0] :]
             self._killed[slot] = active
+        if self._listener is not None:
+            self._listener(run.place, run.tokens, reason is not None)
         if reason is not None:
             del self.running[slot]
             self._done[run.place] = self._rollout(run, reason, cut[1] if cut else None)

@@ -31,6 +31,6 @@ FAMILIES = {
 def family_of(hf: Mapping[str, Any]) -> Family:
     """The page for a Hugging Face config; ModelError names the known ones."""
     name = hf.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"model_type {name!r} is unknown; known families: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]

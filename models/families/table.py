@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.models.config import ModelError, Rope
@@ -32,21 +33,55 @@ def refuse(hf: Mapping[str, Any], **only: Any) -> None:
             raise ModelError(f"config.json: {key}={hf[key]!r} is not supported, only {value!r}")
 
 
+# What published configs hold, by key; None counts as absent.
+_KINDS = {
+    "a whole number above 0": (
+        "vocab_size num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size "
+        "max_position_embeddings sliding_window"
+    ),
+    "a whole number": "max_window_layers",
+    "a number above 0": "rms_norm_eps rope_theta",
+    "true or false": "attention_bias mlp_bias tie_word_embeddings use_sliding_window",
+    "an object": "rope_scaling rope_parameters",
+    "a list": "layer_types",
+}
+_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "a whole number above 0": lambda value: type(value) is int and value > 0,
+    "a whole number": lambda value: type(value) is int,
+    "a number above 0": lambda value: type(value) in (int, float) and 0 < value < math.inf,
+    "true or false": lambda value: isinstance(value, bool),
+    "an object": lambda value: isinstance(value, Mapping),
+    "a list": lambda value: isinstance(value, (list, tuple)),
+}
+
+
+def check_kinds(hf: Mapping[str, Any]) -> None:
+    """Raises ModelError for a key that family pages read and that holds something else than it can."""
+    for kind, keys in _KINDS.items():
+        for key in keys.split():
+            if hf.get(key) is not None and not _FITS[kind](hf[key]):
+                raise ModelError(f"config.json: {key} must be {kind}, got {hf[key]!r:.80}")
+
+
 def rope(hf: Mapping[str, Any], default_theta: float = 10_000.0) -> Rope:
     """Reads `rope_parameters`, or `rope_theta` with `rope_scaling`."""
     old = hf.get("rope_scaling") or {}
     values = {"rope_theta": hf.get("rope_theta"), **old, **(hf.get("rope_parameters") or {})}
     kind = values.get("rope_type") or values.get("type") or "default"
-    theta = float(values.get("rope_theta") or default_theta)
+    theta = values.get("rope_theta") or default_theta
+    for key, value in {**values, "rope_theta": theta}.items():
+        if key in _ROPE_NUMBERS and value is not None and not _FITS["a number above 0"](value):
+            raise ModelError(f"config.json: {key} of the rope must be a number above 0, got {value!r:.80}")
     if kind == "default":
-        return Rope(theta)
+        return Rope(float(theta))
     keys = {
         "linear": ("factor",),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     }
-    if kind not in keys:
+    if not isinstance(kind, str) or kind not in keys:
         raise ModelError(f"config.json: rope type {kind!r} is not supported; default, linear and llama3 are")
     lacking = [key for key in keys[kind] if values.get(key) is None]
     if lacking:
         raise ModelError(f"config.json: rope of type {kind!r} lacks {', '.join(lacking)}")
-    return Rope(theta, kind, *(float(values[key]) for key in keys[kind]))
+    return Rope(float(theta), kind, *(float(values[key]) for key in keys[kind]))
