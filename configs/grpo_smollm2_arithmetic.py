@@ -1,7 +1,7 @@
 """GRPO teaches SmolLM2-135M-Instruct, a real pretrained model, to answer short sums.
 
-    python scripts/fetch_smollm2.py SmolLM2-135M-Instruct
-    python -m jaxrl_llm.train --config grpo_smollm2_arithmetic
+python scripts/fetch_smollm2.py SmolLM2-135M-Instruct
+python -m jaxrl_llm.train --config grpo_smollm2_arithmetic
 """
 
 from jaxrl_llm.config import Config

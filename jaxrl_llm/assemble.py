@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import controller, optimizer, provenance, resume
-from jaxrl_llm.algorithms.advantages import ADVANTAGES
-from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
+from jaxrl_llm import controller, formulas, optimizer, provenance, resume
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_checks import validate
@@ -30,8 +27,9 @@ from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.interrupts import Interrupts
 from jaxrl_llm.learner import Learner, Objective
 from jaxrl_llm.metrics import Writer
+from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.decoder import Model
-from jaxrl_llm.plugins import resolve
+from jaxrl_llm.output import write_whole
 from jaxrl_llm.policy import Source, decoder, initial_params, model_source
 from jaxrl_llm.pools import LocalPool
 from jaxrl_llm.rewards.pool import RewardPool
@@ -96,16 +94,9 @@ def objective(c: Config) -> Objective:
     """What the learner minimises."""
     a, sft = c.algorithm, c.task == "sft"
     constants = {k: v for k, v in a.items() if k not in ("loss", "advantage")}
-    loss = resolve(POLICY_LOSSES, "sft" if sft else a.loss, "config.algorithm.loss")
-    advantage = None if sft else resolve(ADVANTAGES, a.advantage, "config.algorithm.advantage")
     return Objective(
-        loss=_bind(
-            loss,
-            constants,
-            ("logprobs", "old_logprobs", "advantages", "mask"),
-            ("sequence_ids", "num_sequences"),
-        ),
-        advantage=advantage and _bind(advantage, constants, ("rewards", "group_ids", "valid", "num_groups")),
+        loss=formulas.loss("sft" if sft else a.loss, constants),
+        advantage=None if sft else formulas.advantage(a.advantage, constants),
         aggregation=a.aggregation,
         length_norm=float(a.length_norm or c.data.max_response_length),
         temperature=1.0 if sft else c.rollout.temperature,
@@ -115,21 +106,14 @@ def objective(c: Config) -> Objective:
     )
 
 
-def _bind(
-    function: Callable[..., Any], constants: Mapping[str, Any], positional: Sequence[str], keywords: Sequence[str] = ()
-) -> Callable[..., Any]:
-    """Gives a function those of config.algorithm's constants that it names; UserError unless the arguments that it will
-    be called with are then all that it takes."""
-    bound = partial(function, **{k: v for k, v in constants.items() if k in inspect.signature(function).parameters})
-    try:
-        inspect.signature(bound).bind(*positional, **dict.fromkeys(keywords))
-    except TypeError as error:
-        expected = ", ".join((*positional, *keywords))
-        raise UserError(
-            f"{function.__name__} is called with {expected} and those keys of config.algorithm that it names, which "
-            f"its signature does not take: {error}"
-        ) from error
-    return bound
+def check_weights(c: Config, source: Source, mesh: Mesh) -> None:
+    """Raises ShardingError or ModelError unless the model can lie on the mesh, in training and in inference, and the
+    folder's files hold it. Reads no weights."""
+    model = decoder(c, source, c.model.dtype)
+    for rules in (TRAINING, INFERENCE):
+        tree_shardings(model.abstract, model.dims, rules, mesh)
+    if source.folder is not None:
+        huggingface.check(source.folder, model)
 
 
 def learner(c: Config, source: Source, mesh: Mesh, minimised: Objective, total_updates: int) -> Learner:
@@ -250,6 +234,7 @@ def assemble(c: Config, console: Console, interrupts: Interrupts | None = None) 
     minimised = objective(c)
     mesh = mesh_of(c)
     console.out(f"devices: {describe_devices(mesh)}")
+    check_weights(c, source, mesh)
     with ExitStack() as resources:
         rewards = reward_pool(c)
         resources.callback(rewards.close)
@@ -262,7 +247,7 @@ def assemble(c: Config, console: Console, interrupts: Interrupts | None = None) 
         start = rest["step"]
         if start:
             console.out("\n  ".join([f"resuming after step {start}", *changes]))
-        (Path(c.run_dir) / "config.json").write_text(configs.to_json(c))
+        write_whole(Path(c.run_dir) / "config.json", configs.to_json(c))
         provenance.record(
             Path(c.run_dir),
             step=start,

@@ -12,6 +12,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -65,9 +66,12 @@ class Config(ConfigDict):
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value
 
-    if TYPE_CHECKING:  # what ConfigDict declares is an optional, untyped value
+    def __getattr__(self, key: str) -> Any:
+        if key in self or key.startswith("_"):
+            return super().__getattr__(key)
+        raise AttributeError(_unknown(f"{self._section}.{key}".lstrip("."), self._section, list(self)))
 
-        def __getattr__(self, key: str) -> Any: ...
+    if TYPE_CHECKING:  # what ConfigDict declares is an optional, untyped value
 
         def __getitem__(self, key: str) -> Any: ...
 
@@ -106,8 +110,9 @@ def _typed(full: str, default: Any, value: Any) -> Any:
     """The value in the type of the default, or a UserError."""
     if isinstance(value, np.generic):
         value = value.item()
-    # float() of a larger integer overflows.
-    if isinstance(default, float) and type(value) is int and abs(value) < sys.float_info.max:
+    if isinstance(default, float) and type(value) is int:
+        if abs(value) > sys.float_info.max:  # float() would raise; that it must be finite is checked with all else
+            return math.inf if value > 0 else -math.inf
         return float(value)
     if isinstance(default, tuple) and isinstance(value, (tuple, list)):
         kind = _ITEMS.get(full, str)

@@ -10,50 +10,63 @@ from jaxrl_llm.config import Config, flatten
 from jaxrl_llm.types import UserError
 
 
-def validate(config: Config) -> None:
-    """Every check that needs more than one key or a range. Raises UserError with all of them; touches no device."""
-    problems = [text for wrong, text in _checks(config) if wrong]
+def validate(config: Config, *, training: bool = True) -> None:
+    """Every check that needs more than one key or a range, those of training alone only if it is for training. Raises
+    UserError with all of them; touches no device."""
+    problems = [text for wrong, text in _checks(config, training) if wrong]
     if problems:
         raise UserError("\n".join(problems))
 
 
-def _checks(c: Config) -> Iterator[tuple[bool, str]]:
+def _checks(c: Config, training: bool) -> Iterator[tuple[bool, str]]:
     yield from _choices(c)
     yield from _ranges(c)
-    d, r, l, m = c.data, c.rollout, c.learner, c.model
+    m = c.model
     yield bool(m.path) == bool(len(m.hf_config)), "give either config.model.path or config.model.hf_config"
     yield bool(len(m.hf_config)) and not m.tokenizer, "config.model.hf_config needs config.model.tokenizer"
+    yield not c.run_dir or "://" in c.run_dir, f"config.run_dir={c.run_dir!r} must be a folder of a file system"
+    yield "" in c.rollout.stop, "config.rollout.stop holds an empty text, which every response contains"
+    yield (
+        c.eval.temperature == 0 and c.eval.n > 1,
+        f"config.eval.temperature=0 is greedy: config.eval.n={c.eval.n} samples would all be the same",
+    )
+    yield (
+        c.mesh.expert != 1,
+        f"config.mesh.expert={c.mesh.expert}: no model family has experts; leave it at 1",
+    )
+    if training:
+        yield from _schedule(c)
+        yield from _batches(c)
+
+
+def _schedule(c: Config) -> Iterator[tuple[bool, str]]:
+    """How long, and what happens at which steps."""
+    d, k, e = c.data, c.checkpoint, c.eval
     yield not d.train, "config.data.train is empty: name at least one file"
     yield (
         (c.total_steps == 0) == (c.total_epochs == 0),
         f"config.total_steps={c.total_steps} and config.total_epochs={c.total_epochs}: set the one to count by, "
         "and the other to 0",
     )
-    yield not c.run_dir or "://" in c.run_dir, f"config.run_dir={c.run_dir!r} must be a folder of a file system"
-    yield "" in r.stop, "config.rollout.stop holds an empty text, which every response contains"
-    yield any(n < 1 for n in l.row_lengths), f"config.learner.row_lengths={l.row_lengths} must all be positive"
     yield (
-        c.eval.temperature == 0 and c.eval.n > 1,
-        f"config.eval.temperature=0 is greedy: config.eval.n={c.eval.n} samples would all be the same",
+        e.every > 0 and not d.val,
+        f"config.eval.every={e.every} but config.data.val is empty; set config.eval.every=0 to train without",
     )
-    yield (
-        c.eval.every > 0 and not d.val,
-        f"config.eval.every={c.eval.every} but config.data.val is empty; set config.eval.every=0 to train without",
-    )
-    yield (
-        l.mini_batch_size > 0 and d.train_batch_size % l.mini_batch_size != 0,
-        f"config.data.train_batch_size={d.train_batch_size} is not a multiple of "
-        f"config.learner.mini_batch_size={l.mini_batch_size}",
-    )
-    yield (
-        c.mesh.expert != 1,
-        f"config.mesh.expert={c.mesh.expert}: no model family has experts; leave it at 1",
-    )
-    k, e = c.checkpoint, c.eval
     yield (
         bool(k.keep_best and k.every and e.every and d.val) and k.every % e.every != 0,
         f"config.checkpoint.keep_best={k.keep_best} needs an evaluation at every checkpoint: config.checkpoint.every="
         f"{k.every} is not a multiple of config.eval.every={e.every}",
+    )
+
+
+def _batches(c: Config) -> Iterator[tuple[bool, str]]:
+    """Sizes that must fit together."""
+    d, r, l = c.data, c.rollout, c.learner
+    yield any(n < 1 for n in l.row_lengths), f"config.learner.row_lengths={l.row_lengths} must all be positive"
+    yield (
+        l.mini_batch_size > 0 and d.train_batch_size % l.mini_batch_size != 0,
+        f"config.data.train_batch_size={d.train_batch_size} is not a multiple of "
+        f"config.learner.mini_batch_size={l.mini_batch_size}",
     )
     rl = c.task == "rl"
     sequences = l.mini_batch_size * (r.n if rl else 1)
@@ -68,15 +81,13 @@ def _checks(c: Config) -> Iterator[tuple[bool, str]]:
         f"config.learner.row_lengths={l.row_lengths} has no room for a sequence of {total} tokens "
         "(config.data.max_prompt_length + config.data.max_response_length)",
     )
-    if not rl:
-        return
     yield (
-        c.algorithm.advantage in ("grpo", "rloo") and r.n < 2,
+        rl and c.algorithm.advantage in ("grpo", "rloo") and r.n < 2,
         f"config.algorithm.advantage={c.algorithm.advantage!r} compares the samples of a prompt: config.rollout.n must "
         f"be at least 2, got {r.n}",
     )
     yield (
-        r.temperature <= 0,
+        rl and r.temperature <= 0,
         f"config.rollout.temperature={r.temperature} would be greedy: training needs a temperature above 0",
     )
 
@@ -114,8 +125,7 @@ def _ranges(c: Config) -> Iterator[tuple[bool, str]]:
         "rollout.prefill_batch rollout.steps_per_dispatch reward.workers reward.timeout_s learner.mini_batch_size "
         "learner.epochs learner.max_skipped_steps learner.micro_batch_rows model.logits_chunk "
         "model.vocab_pad_multiple eval.n optimizer.learning_rate optimizer.epsilon checkpoint.keep_last "
-        "algorithm.clip_ratio_low "
-        "algorithm.clip_ratio_high"
+        "algorithm.clip_ratio_low algorithm.clip_ratio_high"
     )
     for key in positive.split():
         yield flat[key] <= 0, f"config.{key} must be more than 0, got {flat[key]}"

@@ -143,9 +143,7 @@ def _config(parser: Parser, args: argparse.Namespace, given: Any) -> Config:
             f"{c.eval.n} samples of a prompt would all be the same at temperature 0: "
             "give --n 1 or a --temperature above 0"
         )
-    # What only training reads must not stand in the way: its data, and rows that would be too short for --max_tokens.
-    c.data.train, c.learner.row_lengths = c.data.val, ()
-    validate(c)
+    validate(c, training=False)
     return c
 
 

@@ -102,7 +102,14 @@ def _tried(call: Callable[..., Any], arrays: Sequence[Any], what: str, function:
         return jax.eval_shape(call, *arrays)
     except Exception as error:  # the function is the user's
         code = getattr(inspect.unwrap(function), "__code__", None)
-        raise UserError(f"{what} fails: {describe(error, code and code.co_filename)}") from error
+        told = describe(error, code and code.co_filename)
+        if isinstance(error, jax.errors.JAXTypeError):  # it goes on about the tracing of this file
+            message, place = told.splitlines()[0], told[told.rindex("(") :]
+            told = (
+                f"{message} {place}; under jax.jit arrays have shapes but no values: use jax.numpy instead of numpy, "
+                "and jnp.where instead of if"
+            )
+        raise UserError(f"{what} fails: {told}") from error
 
 
 def _expect_floats(value: Any, shape: tuple[int, ...], what: str, expected: str, like: str) -> None:

@@ -158,7 +158,7 @@ class Writer:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of an evaluation: its main figures."""
-        main = {k: v for k, v in metrics.items() if k.startswith("val-core/")}
+        main = {k: v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k}
         text = "  ".join(f"{name} {value:.3f}" for name, value in (main or dict(metrics)).items())
         self._console.print(f"[bold green]eval {step:>{len(str(self._total))}}[/]  {escape(text)}")
 

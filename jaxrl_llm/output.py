@@ -84,15 +84,16 @@ def prepare_folder(folder: Path, option: str) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """One JSON object; like `write_json_lines`."""
-    _write(path, json.dumps(value, indent=2, default=str) + "\n")
+    write_whole(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def write_json_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON object a line. The file appears when it is whole; what JSON cannot hold is written as text."""
-    _write(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that others see whole or not at all. Raises UserError if it cannot be written."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -46,7 +46,8 @@ def resolve(registry: Mapping[str, Callable[..., Any]], spec: str, kind: str) ->
     if function is None:
         raise unknown_name(f"{kind} in {file}", name, public)
     if inspect.isclass(function) or not callable(function):
-        raise UserError(f"{kind} {spec!r}: {name} is a {type(function).__name__}, expected a function.")
+        found = "class" if inspect.isclass(function) else type(function).__name__
+        raise UserError(f"{kind} {spec!r}: {name} is a {found}, expected a function.")
     return function
 
 

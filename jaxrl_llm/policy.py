@@ -40,7 +40,7 @@ def model_source(c: Config) -> Source:
     """Finds the model's files and its tokenizer; reads no weights."""
     folder = huggingface.find(c.model.path) if c.model.path else None
     hf = huggingface.read_config(folder) if folder else c.model.hf_config.to_dict()
-    tokenizer_folder = huggingface.find(c.model.tokenizer) if c.model.tokenizer else folder
+    tokenizer_folder = huggingface.find(c.model.tokenizer, "tokenizer") if c.model.tokenizer else folder
     assert tokenizer_folder is not None  # validate() asks for one of them
     tokenizer = chat.load_tokenizer(str(tokenizer_folder))
     generation = huggingface.generation_config(folder, hf)

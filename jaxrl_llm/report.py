@@ -350,16 +350,16 @@ def _whole(path: Path) -> Iterator[Path]:
 
 def run(argv: list[str]) -> None:
     """Reports by these arguments."""
-    import argparse
+    from jaxrl_llm.arguments import Parser
 
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.report")
+    parser = Parser("report")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, default=Path("curves.png"))
     parser.add_argument("--metrics", default="")
     parser.add_argument("--smooth", type=int, default=1)
     parser.add_argument("--title")
     parser.add_argument("--csv", type=Path)
-    args = parser.parse_args(argv)
+    args = parser.read(argv)
     if args.out.suffix.lower() not in FORMATS:
         raise UserError(f"--out {args.out}: expected a name that ends in {', '.join(FORMATS)}")
     if args.smooth < 1:

@@ -35,7 +35,6 @@ def claim(run_dir: Path) -> FileLock:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
-        (run_dir / "config.json").touch()
     except Timeout:
         raise UserError(
             f"another run is writing to config.run_dir={str(run_dir)!r}{_holder(run_dir)}; wait for its end, or choose "
@@ -103,7 +102,8 @@ def restore(c: Config, stream: PromptStream, pool: Pool) -> dict[str, Any] | Non
         if rest["reference"] not in (None, pool.reference_checksum()) and pool.reference_checksum() is not None:
             raise UserError(
                 f"{path} cannot be continued: config.model.path={c.model.path!r} does not hold the weights any more "
-                "that this run began with, and they are its reference model (config.algorithm.kl_loss_coef). Restore them"
+                "that this run began with, and they are its reference model (config.algorithm.kl_loss_coef). "
+                "Restore them"
             )
         for bad, error in damaged.items():
             own = bad.is_relative_to(Path(c.run_dir).absolute())

@@ -135,7 +135,8 @@ class _Files:
             if not (folder / name).exists():
                 pickled = sorted(p.name for p in folder.glob("*.bin"))
                 hint = f"; {pickled[0]} is a pickle and is never read: convert it to safetensors" if pickled else ""
-                raise ModelError(f"{folder} has no {name}{hint}")
+                source = f"{INDEX} names a file that is not there: " if name != "model.safetensors" else ""
+                raise ModelError(f"{source}{folder} has no {name}{hint}")
             try:
                 opened = safe_open(folder / name, "np")
             except (SafetensorError, OSError) as error:  # OSError: a folder of that name

@@ -73,13 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if target in targets:
             raise UserError(f"{targets[target]} and {path} would both be written to {target}; rename one")
         if not path.is_file():
-            raise UserError(f"{path} does not exist")
+            raise UserError(f"{path} is a folder, expected a file" if path.exists() else f"{path} does not exist")
         targets[target] = path
-    args.out.mkdir(parents=True, exist_ok=True)
-    for target, path in targets.items():
-        rows = convert(path, style=args.style, instruction=args.instruction, sft=args.sft)
-        pq.write_table(pa.Table.from_pylist(rows), target)
-        print(f"{target}: {len(rows)} rows")
+    converted = {
+        target: convert(path, style=args.style, instruction=args.instruction, sft=args.sft)
+        for target, path in targets.items()
+    }
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for target, rows in converted.items():
+            pq.write_table(pa.Table.from_pylist(rows), target)
+            print(f"{target}: {len(rows)} rows")
+    except OSError as error:
+        raise UserError(f"--out {args.out} cannot be written: {error}") from error
 
 
 def _split(path: Path) -> str:

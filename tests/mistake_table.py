@@ -35,7 +35,11 @@ COMMAND_LINE = [
     ("bool for an integer", sets("rollout.n=True"), ["config.rollout.n must be an integer, got True (bool)"]),
     ("float for an integer", sets("rollout.n=8.0"), ["config.rollout.n must be an integer, got 8.0 (float)"]),
     ("number for a bool", sets("data.shuffle=1"), ["config.data.shuffle must be true or false, got '1'"]),
-    ("number of 400 digits", sets("optimizer.learning_rate=" + "1" * 400), ["must be a number, got 111"]),
+    (
+        "number of 400 digits",
+        sets("optimizer.learning_rate=" + "1" * 400),
+        ["config.optimizer.learning_rate must be finite"],
+    ),
     ("no literal", sets("optimizer.learning_rate={[]:1}"), ["must be a number, got '{[]:1}'"]),
     ("infinite", sets("optimizer.learning_rate=1e999"), ["config.optimizer.learning_rate must be finite, got inf"]),
     ("negative", sets("rollout.top_k=-1"), ["config.rollout.top_k must not be negative, got -1"]),
@@ -52,7 +56,7 @@ COMMAND_LINE = [
 ]
 
 RECIPES = [
-    ("raises", m.changes("c.optimiser.x = 1"), ["recipe.py: AttributeError", "(recipe.py:5)"]),
+    ("raises", m.changes("c.optimiser.x = 1"), ["did you mean config.optimizer?", "(recipe.py:5)"]),
     ("ends the process", m.recipe("import sys\nsys.exit(3)\n"), ["recipe.py: SystemExit: 3 (recipe.py:2)"]),
     ("syntax", m.recipe("def get_config(:\n"), ["recipe.py: SyntaxError", "(recipe.py:1)"]),
     ("null bytes", m.recipe("\0"), ["recipe.py: SyntaxError: source code string cannot contain null bytes"]),
@@ -210,7 +214,11 @@ MODELS = [
         model(m.write("model.safetensors.index.json", "{}")),
         ["index.json must have an object weight_map"],
     ),
-    ("index of lost files", model(m.write(m.INDEX, '{"weight_map": {"a": "b"}}')), ["model has no b"]),
+    (
+        "index of lost files",
+        model(m.write(m.INDEX, '{"weight_map": {"a": "b"}}')),
+        ["index.json names a file that is not there", "model has no b"],
+    ),
     ("tensor missing", model(m.tensors(lambda t: t.pop(m.NORM))), ["missing: model.norm.weight"]),
     ("tensor unknown", model(m.tensors(lambda t: t.update(extra=np.ones(3)))), ["unknown: extra"]),
     ("tensor's shape", model(m.norm(np.ones(3))), ["shape of model.norm.weight: (3,), the config says (128,)"]),
@@ -240,7 +248,7 @@ FUNCTIONS = [
     ("typo", sets("reward.functions=exact_macth"), ["did you mean 'exact_match'?"]),
     ("no function", m.reward("def fm(): pass\n"), ["rewards.py 'fn'; expected fm"]),
     ("a number", m.reward("fn = 3\n"), ["fn is a int, expected a function"]),
-    ("a class", m.reward("class fn:\n    pass\n"), ["fn is a type, expected a function"]),
+    ("a class", m.reward("class fn:\n    pass\n"), ["fn is a class, expected a function"]),
     ("written in C", m.reward("fn = max\n"), ["its parameters cannot be read", "wrap it in a function of your own"]),
     ("signature", m.reward("def fn(text): pass\n"), ["requires the parameter 'text'", "solution_str"]),
     ("import", m.reward("import nowhere\n"), ["cannot be imported: ModuleNotFoundError", "(rewards.py:1)"]),
@@ -259,7 +267,11 @@ FUNCTIONS = [
     ("loss, signature", m.loss("def loss(logprobs):\n    pass\n"), ["loss is called with logprobs, old_logprobs"]),
     ("loss, raises", m.loss(LOSS + "    return 1 / 0\n"), ["mine.py:loss", "ZeroDivisionError", "(mine.py:4)"]),
     ("loss, None", m.loss(LOSS + "    pass\n"), ["mine.py:loss' must return a", "PolicyLoss", "got None"]),
-    ("loss, if", m.loss(LOSS + "    if mask.sum(): pass\n"), ["Attempted boolean conversion", "(mine.py:4)"]),
+    (
+        "loss, if",
+        m.loss(LOSS + "    if mask.sum(): pass\n"),
+        ["Attempted boolean conversion", "(mine.py:4); under jax.jit"],
+    ),
     ("loss, shape", m.loss(LOSS + "    return PolicyLoss(logprobs[0], {})\n"), ["[2, 5] here", "got float32 [5]"]),
     ("loss, type", m.loss(LOSS + "    return PolicyLoss(mask, {})\n"), ["floating-point number a token", "got bool"]),
     (

@@ -63,9 +63,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_one_before_it_used(straight, co
 def test_if_all_are_damaged_nothing_begins_anew_in_silence(copy):
     for step in ("2", "4"):
         (copy / "checkpoints" / step / "rest" / "metadata").write_text("{")
-    with pytest.raises(
-        UserError, match=r"all checkpoints are damaged; to begin anew, choose another"
-    ):
+    with pytest.raises(UserError, match=r"all checkpoints are damaged; to begin anew, choose another"):
         run(small(copy))
     assert checkpoint.saved_steps(copy / "checkpoints") == [2, 4]
 

@@ -15,7 +15,7 @@ from jaxrl_llm.types import UserError
 
 PROMPT_STYLES = ("auto", "chat", "plain")
 # Those that published chat templates know; most of them write any other into the prompt as it is.
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "model", "documents")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 

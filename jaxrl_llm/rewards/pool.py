@@ -58,7 +58,7 @@ class RewardPool:
         if not 0 < timeout_s < math.inf:
             raise UserError(f"reward pool: expected a time-out of more than 0 s, got timeout_s={timeout_s}")
         for name, weight in weights.items():
-            if not isinstance(weight, int | float) or not math.isfinite(weight):
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
                 raise UserError(f"reward pool: expected a finite number as the weight of {name!r}, got {weight!r}")
         self._weights = dict(weights)
         self._workers = workers
