@@ -7,8 +7,8 @@ import logging
 import sys
 from collections.abc import Callable
 
-# What a disk says that is full, over a quota or broken.
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+# What a disk says that is full, over a quota, or broken.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def _without_closed_loops(unraisable: sys.UnraisableHookArgs) -> None:
@@ -35,7 +35,7 @@ def command(run: Callable[[list[str]], None], argv: list[str], usage: str) -> No
     try:
         run([arg for arg in argv if arg != "--debug"])
     except (UserError, ModelError, ShardingError, OSError) as error:
-        if debug or (isinstance(error, OSError) and error.errno not in _DISK):
+        if debug or (isinstance(error, OSError) and error.errno not in DISK_FULL):
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

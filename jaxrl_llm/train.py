@@ -34,7 +34,6 @@ def run(argv: list[str]) -> None:
         # Read when JAX starts; assemble() checks that it was set in time.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     from jaxrl_llm.assemble import assemble
-    from jaxrl_llm.controller import train
     from jaxrl_llm.interrupts import Interrupted, Interrupts
 
     console = Console(soft_wrap=True, highlight=False)
@@ -42,12 +41,29 @@ def run(argv: list[str]) -> None:
         try:
             parts = assemble(c, console, interrupts)
             with parts.resources:
-                done = train(parts.run)
+                done = _train(parts)
                 interrupts.finish()
         except Interrupted:
             console.out("stopped before the first step: nothing was done that the same command would not do again")
             return
     console.out(_summary(c, parts, done))
+
+
+def _train(parts: Assembled) -> int:
+    from jaxrl_llm.cli import DISK_FULL
+    from jaxrl_llm.controller import train
+    from jaxrl_llm.types import UserError
+
+    try:
+        return train(parts.run)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise UserError(
+            f"{error.filename or parts.run_dir} cannot be written: {error.strerror}; the last good checkpoint is "
+            f"{parts.run.checkpoints.newest() or 'none: the run began here'}. Make room, and the same command goes on "
+            "from there"
+        ) from error
 
 
 def _summary(c: Config, parts: Assembled, done: int) -> str:

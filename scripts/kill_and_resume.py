@@ -3,9 +3,9 @@
     python scripts/kill_and_resume.py --kills 20
     python scripts/kill_and_resume.py --kills 5 --config sft_arithmetic -- --config.total_steps=100
 
-The command is `python -m jaxrl_llm.train`; what follows `--` goes to it. Every kill is a SIGKILL at a random moment of a
-stage (rollout, reward, update, saving, evaluation), all stages in turn. In the end metrics.jsonl must equal that of the
-other run, value for value and line for line (what measures time or one process apart), samples.jsonl too, and the last
+The command is `python -m jaxrl_llm.train`; what follows `--` goes to it. Every kill is a SIGKILL at a random moment of
+a stage (rollout, reward, update, saving, evaluation), all stages in turn. In the end metrics.jsonl must equal the other
+run's, value for value and line for line (what measures time or one process apart), samples.jsonl too, and the last
 checkpoints must hold the same state. Exits with 1 if anything differs.
 """
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from jaxrl_llm import checkpoint, config, resume
 from jaxrl_llm.assemble import assemble
 from jaxrl_llm.controller import train
 from jaxrl_llm.interrupts import Interrupts
+from jaxrl_llm.train import _train
 from jaxrl_llm.types import UserError
 from tests.runs import comparable, run, small
 
@@ -139,6 +141,21 @@ def test_every_start_is_on_record(copy):
     assert set(first["data"]) == {"train", "val"}
     assert first["packages"]["jax"] == jax.__version__
     assert first["devices"] == ["cpu cpu"] * 8
+
+
+def test_a_disk_that_is_full_names_the_last_good_checkpoint(tmp_path):
+    parts = assemble(small(tmp_path), Console(quiet=True))
+    write = parts.run.writer.write
+
+    def fail(step, metrics):
+        if step == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(step, metrics)
+
+    parts.run.writer.write = fail
+    words = rf"No space left on device; the last good checkpoint is {tmp_path}/checkpoints/2\. Make room"
+    with pytest.raises(UserError, match=words), parts.resources:
+        _train(parts)
 
 
 def interrupted(run_dir, stage, number):
