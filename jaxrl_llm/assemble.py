@@ -48,7 +48,7 @@ def mesh_of(c: Config) -> Mesh:
     if (
         c.deterministic
         and jax.default_backend() == "gpu"
-        and "gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", "")
+        and "gpu_deterministic_ops=true" not in os.environ.get("XLA_FLAGS", "")
     ):
         raise UserError(
             "config.deterministic=True needs XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment before JAX "
@@ -243,7 +243,7 @@ def assemble(c: Config, console: Console, interrupts: Interrupts | None = None) 
         updates = total_steps * (c.data.train_batch_size // c.learner.mini_batch_size) * c.learner.epochs
         pool = local_pool(c, source, mesh, learner(c, source, mesh, minimised, updates), rewards, console)
         resources.callback(pool.close)
-        rest = resume.restore(c, stream, pool) or {"step": 0, "skipped_steps": 0}
+        rest = resume.restore(c, stream, pool) or {"step": 0, "skipped_steps": 0, "initial": pool.initial_checksum()}
         start = rest["step"]
         if start:
             console.out("\n  ".join([f"resuming after step {start}", *changes]))
@@ -255,7 +255,7 @@ def assemble(c: Config, console: Console, interrupts: Interrupts | None = None) 
             data={"train": stream.prompts.fingerprint, **({"val": held_out.fingerprint} if held_out else {})},
             specs=(*c.reward.functions, c.algorithm.loss, c.algorithm.advantage),
         )
-        checkpoints = resume.open_checkpoints(c)
+        checkpoints = resume.open_checkpoints(c, held_out)
         resources.callback(checkpoints.close)
         writer = Writer(
             Path(c.run_dir),
@@ -266,8 +266,9 @@ def assemble(c: Config, console: Console, interrupts: Interrupts | None = None) 
             task=c.task,
         )
         resources.callback(writer.close)
-        run = _run(c, source, stream, held_out, pool, checkpoints, writer, total_steps, rest, mesh.devices.size)
-        run.interrupts = interrupts or run.interrupts
+        run = _run(
+            c, source, stream, held_out, pool, checkpoints, writer, total_steps, rest, interrupts or Interrupts()
+        )
         return Assembled(run, Path(c.run_dir), resources.pop_all())
 
 
@@ -299,7 +300,7 @@ def _run(
     writer: Writer,
     total_steps: int,
     rest: Mapping[str, Any],
-    mesh_size: int,
+    interrupts: Interrupts,
 ) -> controller.Run:
     """The controller's parts. Here, and only here, tasks differ: SFT reads its rollouts from the data, and gives the
     engine weights only to measure them."""
@@ -326,9 +327,10 @@ def _run(
         pack_spec=pack_spec(c, source.tokenizer.pad_token_id),
         checkpoints=checkpoints,
         writer=writer,
-        interrupts=Interrupts(),
+        interrupts=interrupts,
         total_steps=total_steps,
         start_step=rest["step"],
+        initial=rest["initial"],
         skipped_steps=rest["skipped_steps"],
         max_skipped_steps=c.learner.max_skipped_steps,
         eval_before=c.eval.before_training and c.eval.every > 0,
@@ -336,7 +338,7 @@ def _run(
         save_every=c.checkpoint.every,
         samples_every=0 if sft else c.log.samples_every,
         samples=c.log.samples,
-        devices=mesh_size,
+        devices=jax.device_count(),
         saved_config=resume.saved(c),
     )
 

@@ -6,9 +6,11 @@ one that was cut short or altered on disk is told from one of another model, and
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +25,8 @@ from jaxrl_llm.types import TrainState, UserError
 
 logger = logging.getLogger("jaxrl_llm.checkpoint")
 
+FORMAT = 1  # of checkpoints
+
 
 class DamagedCheckpoint(Exception):
     """A checkpoint that is incomplete or not what was saved."""
@@ -31,11 +35,12 @@ class DamagedCheckpoint(Exception):
 class Checkpoints:
     """The checkpoints of one run, `run_dir/checkpoints/STEP`."""
 
-    def __init__(self, run_dir: Path, *, keep_last: int, keep_best: int, best_metric: str):
+    def __init__(self, run_dir: Path, *, keep_last: int, keep_best: int, best_metric: str, measured: str = ""):
         """For the run that writes them. Keeps the newest `keep_last`, and `keep_best` more by the highest `best_metric`
-        ("": the first val-core metric given to `save`)."""
+        ("": the first val-core metric given to `save`). `measured` says on what and how: scores that were measured in
+        another way are dropped, for they cannot be compared."""
         self.folder = run_dir.absolute() / "checkpoints"
-        self._best_metric = best_metric
+        self._best_metric, self._measured = best_metric, f"{best_metric} {measured}"
         self._writing: int | None = None  # the step that is being saved in the background
         policies: list[Any] = [checkpoint_managers.LatestN(keep_last)]
         if keep_best:
@@ -50,7 +55,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # what a killed run was writing
         )
         for step in saved_steps(self.folder):
-            _drop_unreadable_score(self.folder / str(step))
+            self._drop_other_score(self.folder / str(step))
         self._manager = ocp.CheckpointManager(self.folder, options=self._options)
 
     def save(self, step: int, state: TrainState, rest: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
@@ -68,22 +73,27 @@ class Checkpoints:
             )
         self.wait()
         self._writing = step
-        contents = {"rest": dict(rest), "layout": _layout(state), "checksum": int(checksum(state))}
+        contents = {
+            "format": FORMAT,
+            "rest": dict(rest),
+            "layout": _layout(state),
+            "checksum": int(checksum(state)),
+            "params_checksum": int(checksum(state.params)),
+        }
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state._asdict()),
             rest=ocp.args.JsonSave({**contents, "digest": _digest(contents)}),
         )
         try:
-            self._manager.save(step, args=items, metrics=None if best is None else {"best": float(best)}, force=True)
+            score = None if best is None else {"best": float(best), "measured": self._measured}
+            self._manager.save(step, args=items, metrics=score, force=True)
         except Exception as error:  # the file system's, as Orbax passes them on: of many types
             raise self._unwritten(error) from error
 
     def check(self) -> None:
-        """Raises UserError if the checkpoint that is being written has failed."""
-        try:
-            self._manager.check_for_errors()
-        except Exception as error:
-            raise self._unwritten(error) from error
+        """Raises UserError if the checkpoint that was being written has failed; does not wait for it."""
+        if self._writing is not None and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
         """Waits until everything is on disk. Raises UserError if it could not be written."""
@@ -103,6 +113,21 @@ class Checkpoints:
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest step."""
         return newest(self.folder)
+
+    def _drop_other_score(self, path: Path) -> None:
+        """The manager reads the scores of all checkpoints when it starts, and stops at one that it cannot read."""
+        file = path / "metrics" / "metrics"
+        if not file.exists():
+            return
+        try:
+            score = json.loads(file.read_text())
+            float(score["best"])
+            why = "" if score["measured"] == self._measured else "was measured in another way"
+        except (ValueError, KeyError, TypeError):
+            why = "is damaged"
+        if why:
+            logger.warning("the score of checkpoint %s %s: it counts as the worst", path, why)
+            shutil.rmtree(file.parent)
 
     def _unwritten(self, error: Exception) -> UserError:
         step, self._writing = self._writing, None
@@ -145,8 +170,7 @@ def restore(path: Path, abstract: TrainState) -> TrainState:
 
     Raises UserError, naming what differs, if it is one of another model or optimizer, and DamagedCheckpoint.
     """
-    contents = _contents(path)
-    layout = _layout(abstract)
+    contents, layout = _contents(path), _layout(abstract)
     if contents["layout"] != layout:
         raise UserError(
             f"checkpoint {path} does not fit this run's model and optimizer: {_differences(contents['layout'], layout)}"
@@ -154,14 +178,14 @@ def restore(path: Path, abstract: TrainState) -> TrainState:
     state = TrainState(
         **_read(path / "state", ocp.StandardCheckpointHandler(), ocp.args.StandardRestore(abstract._asdict()))
     )
-    if (found := int(checksum(state))) != contents["checksum"]:
-        raise DamagedCheckpoint(f"its values have the checksum {found:#010x}, saved were {contents['checksum']:#010x}")
+    _verify(state, contents["checksum"])
     return state
 
 
 def restore_params(path: Path, abstract_params: Any) -> Any:
-    """The parameters alone."""
-    layout = {name: v for name, v in _contents(path)["layout"].items() if name.startswith(".params")}
+    """The parameters alone. Raises like `restore`."""
+    contents = _contents(path)
+    layout = {name: v for name, v in contents["layout"].items() if name.startswith(".params")}
     wanted = _layout(TrainState(abstract_params, None, None))  # type: ignore[arg-type]
     if layout != wanted:
         raise UserError(f"checkpoint {path} does not fit this model: {_differences(layout, wanted)}")
@@ -174,23 +198,46 @@ def restore_params(path: Path, abstract_params: Any) -> Any:
             partial_restore=True,
         ),
     )
+    _verify(restored["params"], contents["params_checksum"])
     return restored["params"]
+
+
+def adopt(path: Path, folder: Path) -> Path:
+    """Copies a checkpoint of another run into a folder of checkpoints; it appears when it is whole."""
+    copy = folder / path.name
+    unfinished = folder / f"{path.name}.adopting"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(path, unfinished)
+    shutil.rmtree(unfinished / "metrics", ignore_errors=True)  # its score was measured by the other run
+    return unfinished.rename(copy)
 
 
 def _contents(path: Path) -> dict[str, Any]:
     contents = _read(path / "rest", ocp.JsonCheckpointHandler(), ocp.args.JsonRestore())
+    if isinstance(contents, dict) and isinstance(contents.get("format"), int) and contents["format"] != FORMAT:
+        raise UserError(
+            f"checkpoint {path} has format {contents['format']}, this version of jaxrl_llm reads {FORMAT}: use the "
+            "version that wrote it (provenance.jsonl in the run's folder names it)"
+        )
     if not isinstance(contents, dict) or contents.pop("digest", None) != _digest(contents):
         raise DamagedCheckpoint(f"{path / 'rest'} is not what was saved")
     return contents
+
+
+def _verify(tree: Any, expected: int) -> None:
+    if (found := int(checksum(tree))) != expected:
+        raise DamagedCheckpoint(f"its values have the checksum {found:#010x}, saved were {expected:#010x}")
 
 
 def _read(folder: Path, handler: Any, args: Any) -> Any:
     try:
         with ocp.Checkpointer(handler) as checkpointer:
             return checkpointer.restore(folder, args=args)
-    except (jax.errors.JaxRuntimeError, MemoryError, PermissionError):
+    except (jax.errors.JaxRuntimeError, MemoryError):
         raise  # not the checkpoint's fault
     except Exception as error:  # tensorstore's and Orbax's, for files that are missing, short or garbled: of many types
+        if _of_the_system(error):
+            raise UserError(f"checkpoint {folder.parent} cannot be read: {_reason(error)}") from error
         raise DamagedCheckpoint(f"{folder}: {_reason(error)}") from error
 
 
@@ -217,15 +264,15 @@ def _best(metrics: Mapping[str, float]) -> float:
     return metrics["best"]
 
 
-def _drop_unreadable_score(checkpoint: Path) -> None:
-    """The manager reads the scores of all checkpoints when it starts, and stops at one that it cannot read."""
-    path = checkpoint / "metrics" / "metrics"
-    try:
-        if path.exists():
-            float(json.loads(path.read_text())["best"])
-    except (ValueError, KeyError, TypeError):
-        logger.warning("%s is damaged: checkpoint %s counts as the worst", path, checkpoint.name)
-        shutil.rmtree(path.parent)
+def _of_the_system(error: BaseException | None) -> bool:
+    """Whether the system could not read a file that may well be whole (rights, too many open files, a bad disk)."""
+    while error is not None:
+        gone = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if (isinstance(error, OSError) and not gone) or (code and int(code[1]) not in (errno.ENOENT, errno.ENOTDIR)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _reason(error: Exception) -> str:

@@ -31,6 +31,7 @@ class Run:
     interrupts: Interrupts
     total_steps: int
     start_step: int  # steps already done
+    initial: int  # checksum of the parameters that the run began with
     skipped_steps: int  # how many of them, at the end, left out an update
     max_skipped_steps: int
     eval_before: bool
@@ -43,13 +44,14 @@ class Run:
 
 
 def train(run: Run) -> int:
-    """Trains from `start_step` to `total_steps`, or until asked to end; returns the last step done, which is saved.
+    """Trains from `start_step` to `total_steps`, or until asked to end; returns the last step done. It is saved,
+    also where sampling or scoring fails.
 
     Raises UserError if `max_skipped_steps` steps in a row had a loss or gradient that was not finite.
     """
     compilations = Compilations()
     done, saved, skipped = run.start_step, run.start_step, run.skipped_steps
-    position = run.stream.get_state()
+    position, whole = run.stream.get_state(), True
     try:
         run.sync(done)
         if run.evaluate and run.eval_before and done == 0:
@@ -64,6 +66,7 @@ def train(run: Run) -> int:
             with timer.stage("reward"):
                 scored = run.score(rollouts)
             with run.interrupts.uncut():  # up to here nothing has changed; what follows belongs together
+                whole = False
                 with timer.stage("pack"):
                     batch = pack(scored, run.pack_spec)
                 with timer.stage("old_log_prob"):
@@ -86,9 +89,12 @@ def train(run: Run) -> int:
                 if done == run.total_steps or _due(done, run.save_every):
                     _save(run, done, position, skipped, evaluation)
                     saved = done
-    except Interrupted:
-        if saved < done:
+                whole = True
+    except BaseException as error:
+        if whole and saved < done:  # not within a step: its state is neither the old nor the new one
             _save(run, done, position, skipped, {})
+        if not isinstance(error, Interrupted):
+            raise
     return done
 
 
@@ -124,9 +130,10 @@ def _save(run: Run, step: int, position: Mapping[str, Any], skipped: int, evalua
         "step": step,
         "stream": position,
         "skipped_steps": skipped,
-        "reference": run.pool.reference_checksum(),
+        "initial": run.initial,
         "config": dict(run.saved_config),
     }
+    run.writer.sync()
     run.checkpoints.save(step, run.pool.state(), rest, evaluation)
 
 

@@ -80,6 +80,7 @@ def run(argv: list[str]) -> None:
         console.out(f"rewards: {', '.join(c.reward.functions)}")
         rollouts, seconds = _generate(c, source, weights, prompts, sampling)
         scored = rewards.score(rollouts)
+        rewards.check_weights()
     metrics = evaluation.summarize(scored, sampling.n)
     tokens = sum(r.response_length for r in rollouts)
     output.write_json_lines(out / "samples.jsonl", [_line(s) for s in scored])

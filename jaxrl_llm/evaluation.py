@@ -27,7 +27,7 @@ def evaluate(
 def summarize(scored: Sequence[Scored], n: int) -> dict[str, float]:
     """Metrics by data source, of samples that were asked for `n` times a prompt (N in the names).
 
-    The main component is "acc", or "reward" where reward functions give no "acc"; its metrics are
+    The main component is "acc", or "reward" where reward functions give others but no "acc"; its metrics are
     `val-core/SOURCE/NAME/...`, those of the others `val-aux/SOURCE/NAME/...`. All are means over prompts:
 
         mean@N  the mean over the prompt's samples
@@ -36,8 +36,8 @@ def summarize(scored: Sequence[Scored], n: int) -> dict[str, float]:
         pass@k  "acc" only, k = 1, 2, 4, ... and N: see `pass_at`, with c = samples whose acc is 1.0; over the prompts
                 that have k samples
 
-    With N = 1 there is mean@1 only. A sample that could not be scored counts 0: it is an answer that was not right.
-    How many there were is `val-aux/SOURCE/failed`.
+    With N = 1 there is mean@1 only. A sample that could not be scored is an answer that was not right: it counts 0, or
+    the lowest value of the source's samples where that is below 0. How many there were is `val-aux/SOURCE/failed`.
     """
     by_source: dict[str, dict[int, list[Scored]]] = defaultdict(lambda: defaultdict(list))
     for s in scored:
@@ -47,8 +47,8 @@ def summarize(scored: Sequence[Scored], n: int) -> dict[str, float]:
         groups = list(groups_by_prompt.values())
         samples = [s for group in groups for s in group]
         names = {name for s in samples for name in s.components}
-        main = "acc" if "acc" in names else "reward"
-        for name in sorted(names | {"reward"}):
+        main = "acc" if "acc" in names or not names else "reward"
+        for name in sorted(names | {main, "reward"}):
             kind = "val-core" if name == main else "val-aux"
             for metric, value in _of_component(groups, name, n, main=name == main):
                 metrics[f"{kind}/{source}/{name}/{metric}"] = value
@@ -58,7 +58,9 @@ def summarize(scored: Sequence[Scored], n: int) -> dict[str, float]:
 
 
 def _of_component(groups: Sequence[Sequence[Scored]], name: str, n: int, *, main: bool) -> Iterator[tuple[str, float]]:
-    values = [[_value(s, name) for s in group] for group in groups]
+    given = [[s.reward if name == "reward" else s.components.get(name) for s in group] for group in groups]
+    failed = min((v for group in given for v in group if v is not None and v < 0), default=0.0)
+    values = [[failed if v is None else v for v in group] for group in given]
     yield f"mean@{n}", float(np.mean([np.mean(v) for v in values]))
     if n == 1:
         return
@@ -72,11 +74,6 @@ def _of_component(groups: Sequence[Sequence[Scored]], name: str, n: int, *, main
         passes = [pass_at(k, len(v), v.count(1.0)) for v in values if len(v) >= k]
         if passes:
             yield f"pass@{k}", float(np.mean(passes))
-
-
-def _value(scored: Scored, name: str) -> float:
-    value = scored.reward if name == "reward" else scored.components.get(name)
-    return 0.0 if value is None else value
 
 
 def pass_at(k: int, n: int, c: int) -> float:

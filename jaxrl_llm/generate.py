@@ -79,6 +79,8 @@ def run(argv: list[str]) -> None:
     prompts = [] if args.chat else _prompts(args, source.tokenizer)
     longest = max((len(p.token_ids) for p in prompts), default=limit // 2)
     max_tokens = args.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, limit - longest))
+    if args.chat:
+        policy.check_length(1, max_tokens, limit, "the shortest prompt")
     for prompt in prompts:
         policy.check_length(len(prompt.token_ids), max_tokens, limit, f"prompt {prompt.uid + 1}")
     sampling = Sampling(
@@ -182,6 +184,8 @@ class Speaker:
             # Twice as long each time, so that a long conversation compiles few engines.
             self._room = min(max(length, 2 * self._room), self.limit - self.sampling.max_tokens)
             c.data.max_prompt_length = self._room
+            if self._engine is not None:
+                self._engine.close()  # its cache makes room for the longer one
             c.rollout.slots = min(c.rollout.slots, requests)
             if requests == 1:
                 c.rollout.steps_per_dispatch = 4  # so that text comes word by word

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the run ends with everything saved, at once or as soon as what it is doing is whole."""
+"""SIGTERM, SIGHUP and Ctrl-C: the run ends with everything saved, at once or when what it is doing is whole."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ class Interrupted(BaseException):
 
 
 class Interrupts:
-    """While entered, the first SIGTERM or SIGINT raises `Interrupted` in the main thread: at once, or at the end of a
-    block that must not be cut. The second one ends the process as if there were no handler."""
+    """While entered, the first SIGTERM, SIGHUP or SIGINT raises `Interrupted` in the main thread: at once, or when a
+    block that must not be cut has ended. The second one ends the process as if there were no handler."""
 
     def __init__(self) -> None:
-        self._asked = self._uncut = False
+        self._asked = self._uncut = self._ending = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        # What is ignored stays ignored: nohup does so with SIGHUP.
+        numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,7 +48,7 @@ class Interrupts:
 
     def finish(self) -> None:
         """From here on the run is ending anyway, and the first signal changes nothing."""
-        self._uncut = True
+        self._uncut = self._ending = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -54,7 +56,9 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._asked = True
-        when = "as soon as this step is whole" if self._uncut else "now"
-        logger.warning("%s: the run is saved and ends %s; once more: it ends at once", name, when)
+        when = (
+            "is ending" if self._ending else f"is saved and ends {'when this step is whole' if self._uncut else 'now'}"
+        )
+        logger.warning("%s: the run %s; once more: it ends at once", name, when)
         if not self._uncut:
             raise Interrupted

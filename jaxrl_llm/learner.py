@@ -81,7 +81,7 @@ class Learner:
         self._chunk = logits_chunk
         self.shardings = state_shardings(model, mesh, optimizer)
         self.reference = jax.tree.map(jnp.copy, params) if objective.kl_coef else None
-        self.reference_checksum = int(checksum(params)) if objective.kl_coef else None
+        self.initial_checksum = int(checksum(params))
         opt_state = jax.jit(optimizer.init, out_shardings=self.shardings.opt_state)(params)
         self.state = TrainState(params, opt_state, jax.device_put(jnp.int32(0), replicated(mesh)))
         self._abstract = jax.tree.map(

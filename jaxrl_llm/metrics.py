@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +20,11 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.summary import scalar
 
-from jaxrl_llm.types import Rollout, Scored, TrainBatch
+from jaxrl_llm.types import Rollout, Scored, TrainBatch, UserError
 
 # Columns of the progress line: title, format, and the metric; of several the first that there is.
 _RL_COLUMNS = (
@@ -130,8 +133,12 @@ class Writer:
         self._start = time.perf_counter()
         for path in (self._path, self._path.with_name("samples.jsonl")):
             _keep_steps(path, first_step or -1)
+        for path in self.skipped_folder.glob("step_*"):
+            if int(path.stem.removeprefix("step_")) > first_step:
+                path.unlink()
         self._file = self._path.open("a")
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
+        self._samples = self._path.with_name("samples.jsonl").open("a")
+        self._board = _Board(run_dir / "tensorboard", first_step) if tensorboard else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line in metrics.jsonl, one point a metric in TensorBoard."""
@@ -141,8 +148,7 @@ class Writer:
         self._file.write(json.dumps({"step": step, **line}) + "\n")
         self._file.flush()
         if self._board:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+            self._board.write(step, values)
 
     def progress(self, step: int, metrics: Mapping[str, float]) -> None:
         """The progress line of a training step."""
@@ -164,10 +170,10 @@ class Writer:
 
     def samples(self, step: int, rows: Sequence[tuple[str, str, float | None, Any]]) -> None:
         """Some generations (prompt, response, reward, truth): shortened on the terminal, whole in samples.jsonl."""
-        with self._path.with_name("samples.jsonl").open("a") as file:
-            for row in rows:
-                fields = dict(zip(("prompt", "response", "reward", "ground_truth"), row, strict=True))
-                file.write(json.dumps({"step": step, **fields}, default=str) + "\n")
+        for row in rows:
+            fields = dict(zip(("prompt", "response", "reward", "ground_truth"), row, strict=True))
+            self._samples.write(json.dumps({"step": step, **fields}, default=str) + "\n")
+        self._samples.flush()
         for prompt, response, reward, truth in rows:
             shown = "none" if reward is None else f"{reward:.2f}"
             text = f"  sample  {_ends(prompt)!r} -> {_ends(response)!r}  reward {shown}"
@@ -192,7 +198,7 @@ class Writer:
                     "sample": r.sample,
                     "token_ids": r.token_ids.tolist(),
                     "action_mask": r.action_mask.tolist(),
-                    "logprobs": r.logprobs.tolist(),
+                    "logprobs": [p if math.isfinite(p) else str(p) for p in r.logprobs.tolist()],
                 }
                 file.write(json.dumps(fields) + "\n")
         arrays = {**batch.sequences._asdict(), **batch._asdict()}
@@ -204,23 +210,57 @@ class Writer:
             f"{escape(str(path))}.jsonl and .npz[/]"
         )
 
+    def sync(self) -> None:
+        """Waits until all that was written is on the disk: a checkpoint must not be there without its steps' lines."""
+        for file in (self._file, self._samples):
+            os.fsync(file.fileno())
+        if self._board:
+            self._board.flush()
+
     def close(self) -> None:
         """Flushes and closes the files."""
         self._file.close()
+        self._samples.close()
         if self._board:
             self._board.close()
+
+
+_proto: Any = event_pb2  # made at import, so that no type checker sees its names
+
+
+class _Board:
+    """TensorBoard's event file, written where it is called: the thread of tensorboardX's SummaryWriter dies at a full
+    disk, and then its queue fills and blocks for ever."""
+
+    def __init__(self, folder: Path, first_step: int):
+        folder.mkdir(exist_ok=True)
+        self._events = EventsWriter(str(folder / "events"))
+        if first_step:  # points of later steps, which an interrupted run has written, are not shown
+            restart = _proto.SessionLog(status=_proto.SessionLog.START)
+            self._events.write_event(_proto.Event(wall_time=time.time(), step=first_step + 1, session_log=restart))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._events.write_event(_proto.Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+
+    def flush(self) -> None:
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
 
 
 def _keep_steps(path: Path, last: int) -> None:
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
+    kept, lines = [], path.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
             if json.loads(line)["step"] <= last:
                 kept.append(line)
-        except json.JSONDecodeError:
-            break  # the line that was being written when the run was killed
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines):  # the last one may have been cut by a kill
+                raise UserError(f"{path}, line {number} is damaged; mend it or move the file away") from error
     partial = path.with_suffix(".partial")
     partial.write_text("".join(line + "\n" for line in kept))
     partial.rename(path)

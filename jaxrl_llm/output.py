@@ -89,7 +89,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_json_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON object a line. The file appears when it is whole; what JSON cannot hold is written as text."""
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +76,9 @@ def initial_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
 
 def any_mesh(model: Model) -> Mesh:
     """As many of this machine's devices as divide the model's width: it may be another machine than the run's."""
-    return make_mesh({"fsdp": -1}, jax.devices()[: math.gcd(len(jax.devices()), model.config.embed)])
+    devices = jax.devices()
+    count = max(n for n in range(1, len(devices) + 1) if model.config.embed % n == 0)
+    return make_mesh({"fsdp": -1}, devices[:count])
 
 
 def trained_params(c: Config, step: int | None, model: Model, shardings: Any) -> tuple[Any, int]:
@@ -94,6 +95,8 @@ def trained_params(c: Config, step: int | None, model: Model, shardings: Any) ->
     try:
         return checkpoint.restore_params(folder / str(step), abstract), step
     except DamagedCheckpoint as error:
+        if not (folder / str(step)).exists():
+            raise UserError(f"checkpoint {folder / str(step)} was just deleted by the run that writes there") from error
         raise UserError(f"checkpoint {folder / str(step)} is damaged: {error}; choose another with --step") from error
 
 

@@ -43,8 +43,8 @@ class Pool(Protocol):
         """Continues from the state that `load` returns for the abstract one (shapes, dtypes, shardings)."""
         ...
 
-    def reference_checksum(self) -> int | None:
-        """Of the reference model's parameters; None without one."""
+    def initial_checksum(self) -> int:
+        """Of the parameters that the learner was made with, which are those of the reference model."""
         ...
 
     def close(self) -> None:
@@ -89,9 +89,9 @@ class LocalPool:
         """See `Pool`."""
         self._learner.restore(load)
 
-    def reference_checksum(self) -> int | None:
+    def initial_checksum(self) -> int:
         """See `Pool`."""
-        return self._learner.reference_checksum
+        return self._learner.initial_checksum
 
     def close(self) -> None:
         """See `Pool`."""

@@ -46,8 +46,10 @@ def record(run_dir: Path, *, step: int, seed: int, data: Mapping[str, str], spec
         "data": dict(data),
         "files": {str(path): hashlib.sha256(path.expanduser().read_bytes()).hexdigest() for path in sorted(files)},
     }
-    with (run_dir / "provenance.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    path = run_dir / "provenance.jsonl"
+    cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill
+    with path.open("a") as file:
+        file.write("\n" * cut + json.dumps(line) + "\n")
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxrl_llm.assemble import Assembled
     from jaxrl_llm.config import Config
+    from jaxrl_llm.interrupts import Interrupts
 
 USAGE = """usage: python -m jaxrl_llm.train --config NAME [--config.KEY=VALUE ...] [--debug]
 
@@ -18,7 +19,7 @@ USAGE = """usage: python -m jaxrl_llm.train --config NAME [--config.KEY=VALUE ..
   --debug               shows the whole traceback of errors
 
 All keys, with their defaults and meanings, stand in configs/base.py. Built-in recipes: {recipes}.
-The same command again resumes the run in config.run_dir. Ctrl-C or SIGTERM end a run with everything saved."""
+The same command again resumes the run in config.run_dir. Ctrl-C, SIGTERM and SIGHUP end a run with everything saved."""
 
 
 def run(argv: list[str]) -> None:
@@ -40,22 +41,24 @@ def run(argv: list[str]) -> None:
     with Interrupts() as interrupts:
         try:
             parts = assemble(c, console, interrupts)
-            with parts.resources:
-                done = _train(parts)
-                interrupts.finish()
         except Interrupted:
-            console.out("stopped before the first step: nothing was done that the same command would not do again")
+            console.out("stopped before the first step; the same command begins again")
             return
+        done = _train(parts, interrupts)
     console.out(_summary(c, parts, done))
 
 
-def _train(parts: Assembled) -> int:
+def _train(parts: Assembled, interrupts: Interrupts) -> int:
     from jaxrl_llm.cli import DISK_FULL
     from jaxrl_llm.controller import train
     from jaxrl_llm.types import UserError
 
     try:
-        return train(parts.run)
+        with parts.resources:
+            try:
+                return train(parts.run)
+            finally:
+                interrupts.finish()
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
@@ -68,7 +71,9 @@ def _train(parts: Assembled) -> int:
 
 def _summary(c: Config, parts: Assembled, done: int) -> str:
     run, where = parts.run, parts.run_dir
-    if done < run.total_steps:
+    if done == 0 and run.total_steps:
+        head = "stopped before the first step was done; the same command begins again"
+    elif done < run.total_steps:
         head = f"stopped after step {done} of {run.total_steps}; the same command goes on from there"
     elif run.start_step >= run.total_steps:
         head = f"nothing left to do: step {run.start_step} of {run.total_steps} is done (see config.total_steps)"

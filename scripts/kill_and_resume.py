@@ -5,8 +5,8 @@
 
 The command is `python -m jaxrl_llm.train`; what follows `--` goes to it. Every kill is a SIGKILL at a random moment of
 a stage (rollout, reward, update, saving, evaluation), all stages in turn. In the end metrics.jsonl must equal the other
-run's, value for value and line for line (what measures time or one process apart), samples.jsonl too, and the last
-checkpoints must hold the same state. Exits with 1 if anything differs.
+run's, value for value and line for line (what measures time or one process apart), and so must samples.jsonl; the same
+checkpoints must have been kept, with the same state. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -56,8 +57,20 @@ def observed(pipe: int, argv: list[str]) -> None:
             yield
         tell(name, "ends")
 
+    save = Checkpoints.save
+
+    def told_save(self: Any, step: int, *args: Any) -> None:
+        tell("save", "begins")
+        save(self, step, *args)
+        threading.Thread(target=wait_for, args=(self.folder / str(step),), daemon=True).start()
+
+    def wait_for(checkpoint: Path) -> None:
+        while not checkpoint.exists():  # it appears when it is whole
+            time.sleep(0.002)
+        tell("save", "ends")
+
     controller.Timer.stage = told_stage  # type: ignore[method-assign]
-    Checkpoints.save = told("save", Checkpoints.save)  # type: ignore[method-assign]
+    Checkpoints.save = told_save  # type: ignore[method-assign]
     assemble.evaluate = told("evaluate", assemble.evaluate)
     sys.argv = ["jaxrl_llm.train", *argv]
     train.main()
@@ -187,9 +200,29 @@ def differences(straight: Path, killed: Path) -> Iterator[str]:
                 )
     from jaxrl_llm import checkpoint
 
-    newest = [checkpoint.newest(folder / "checkpoints") for folder in (straight, killed)]
-    if None in newest or len({(path.name, checkpoint.saved_checksum(path)) for path in newest if path}) != 1:
-        yield f"the last checkpoints differ: {newest[0]}, {newest[1]}"
+    steps = [checkpoint.saved_steps(folder / "checkpoints") for folder in (straight, killed)]
+    if steps[0] != steps[1]:
+        yield f"the checkpoints are those of the steps {steps[1]}, expected {steps[0]}"
+    for step in sorted({*steps[0]} & {*steps[1]}):
+        one, other = (folder / "checkpoints" / str(step) for folder in (straight, killed))
+        if _state(one) != _state(other):
+            yield f"the states of step {step} differ"
+        rests = [checkpoint.read_rest(path) for path in (one, other)]
+        yield from (
+            f"{key} of checkpoint {step} differs"
+            for key in rests[0]
+            if key != "config" and rests[0][key] != rests[1][key]
+        )
+
+
+def _state(path: Path) -> list[tuple[str, bytes]]:
+    """All arrays of a checkpoint, as they lie on the disk."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    leaves = jax.tree_util.tree_flatten_with_path(ocp.PyTreeCheckpointer().restore(path / "state"))[0]
+    return [(jax.tree_util.keystr(name), np.asarray(leaf).tobytes()) for name, leaf in leaves]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,6 @@
+import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -114,13 +116,43 @@ def test_damage_is_found(tmp_path, kind):
     DAMAGE[kind](path)
     with pytest.raises(DamagedCheckpoint):
         checkpoint.restore(path, abstract())
+    if kind != "array missing":  # it may be the optimizer's
+        with pytest.raises(DamagedCheckpoint):
+            checkpoint.restore_params(path, abstract().params)
+
+
+def test_what_the_system_cannot_read_is_not_called_damaged(tmp_path):
+    save(tmp_path, {1: 0.1})
+    path = checkpoint.newest(tmp_path / "checkpoints")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), most))
+        with pytest.raises(UserError, match="cannot be read: Too many open files"):
+            checkpoint.read_rest(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_another_format_is_refused_by_name(tmp_path):
+    save(tmp_path, {1: 0.1})
+    path = checkpoint.newest(tmp_path / "checkpoints")
+    (path / "rest" / "metadata").write_text(json.dumps({"format": 9}))
+    with pytest.raises(UserError, match="has format 9, this version of jaxrl_llm reads 1"):
+        checkpoint.read_rest(path)
+
+
+def test_a_score_that_was_measured_in_another_way_does_not_compete(tmp_path, caplog):
+    save(tmp_path, {1: 0.9, 2: 0.5}, keep_last=2, measured="ten rows")
+    assert save(tmp_path, {3: 0.2, 4: 0.1}, measured="twenty rows") == {3, 4}
+    assert "was measured in another way" in caplog.text
 
 
 def test_a_score_that_cannot_be_read_costs_the_score_only(tmp_path, caplog):
     save(tmp_path, {1: 0.9, 2: 0.5}, keep_last=2)
     cut(tmp_path / "checkpoints" / "1" / "metrics" / "metrics")
     assert save(tmp_path, {3: 0.2}) == {2, 3}
-    assert "checkpoint 1 counts as the worst" in caplog.text
+    assert "checkpoints/1 is damaged: it counts as the worst" in caplog.text
 
 
 def test_damaged_ones_are_renamed_not_deleted(tmp_path):
@@ -143,6 +175,11 @@ if len(sys.argv) > 2:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
 manager.save(2, state(2), {"step": 2}, {})
 print("saving", flush=True)
+if len(sys.argv) > 3:
+    for _ in range(1000):
+        import time
+        time.sleep(0.02)
+        manager.check()
 manager.wait()
 """
 
@@ -168,9 +205,11 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path, delay):
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["3"]  # what was half-written is gone
 
 
-def test_a_full_disk_is_one_error_and_the_last_checkpoint_stays(tmp_path):
-    process = child(tmp_path, "20000")  # bytes that a file may have: the array of the second one does not fit
+@pytest.mark.parametrize("way", [[], ["check"]])
+def test_a_full_disk_is_one_error_and_the_last_checkpoint_stays(tmp_path, way):
+    process = child(tmp_path, "20000", *way)  # bytes that a file may have: the array of the second one does not fit
     _, errors = process.communicate(timeout=120)
+    assert b"in check" in errors or not way
     assert b"checkpoints/2 could not be written: File too large; the last good checkpoint is" in errors
     path = checkpoint.newest(tmp_path / "checkpoints")
     jax.tree.map(np.testing.assert_array_equal, checkpoint.restore(path, abstract()), state(1))

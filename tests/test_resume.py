@@ -1,4 +1,3 @@
-import errno
 import json
 import os
 import shutil
@@ -79,8 +78,18 @@ def test_a_run_can_begin_at_a_checkpoint_of_another(straight, copy, tmp_path, fo
     assert "resuming after step 2" in shown
     assert comparable(lines) == comparable(straight[1])[3:]
     if not form:
-        _, shown, _ = run(c)  # the same command again goes on from its own checkpoints
+        shutil.rmtree(copy)  # the same command again goes on from its own checkpoints
+        _, shown, _ = run(c)
         assert "resuming after step 4" in shown
+
+
+def test_a_run_from_anothers_checkpoint_has_one_of_its_own_at_once(copy, tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "metrics.jsonl").write_text('{"step": 1, "of": "an attempt without a checkpoint"}\n')
+    parts = assemble(small(tmp_path / "new", **{"checkpoint.resume": copy}), Console(quiet=True))
+    parts.resources.close()
+    assert checkpoint.saved_steps(tmp_path / "new" / "checkpoints") == [4]
+    assert (tmp_path / "new" / "metrics.jsonl").read_text() == ""
 
 
 def test_a_place_to_resume_from_that_is_none_is_refused(tmp_path):
@@ -145,17 +154,45 @@ def test_every_start_is_on_record(copy):
 
 def test_a_disk_that_is_full_names_the_last_good_checkpoint(tmp_path):
     parts = assemble(small(tmp_path), Console(quiet=True))
-    write = parts.run.writer.write
+    score, calls = parts.run.score, []
 
-    def fail(step, metrics):
-        if step == 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(step, metrics)
+    def fill(rollouts):
+        calls.append(rollouts)
+        if len(calls) == 3:
+            parts.run.writer._file = open("/dev/full", "w")  # noqa: SIM115
+        return score(rollouts)
 
-    parts.run.writer.write = fail
+    parts.run.score = fill
     words = rf"No space left on device; the last good checkpoint is {tmp_path}/checkpoints/2\. Make room"
-    with pytest.raises(UserError, match=words), parts.resources:
-        _train(parts)
+    with pytest.raises(UserError, match=words):
+        _train(parts, Interrupts())
+
+
+def test_steps_that_are_done_are_saved_when_scoring_fails(straight, tmp_path):
+    parts = assemble(small(tmp_path), Console(quiet=True))
+    score, calls = parts.run.score, []
+
+    def fail(rollouts):
+        calls.append(rollouts)
+        if len(calls) == 4:
+            raise UserError("no sample could be scored")
+        return score(rollouts)
+
+    parts.run.score = fail
+    with pytest.raises(UserError, match="no sample could be scored"):
+        _train(parts, Interrupts())
+    resumed, shown, _ = run(small(tmp_path))
+    assert "resuming after step 3" in shown
+    assert comparable(resumed) == comparable(straight[1])
+
+
+def test_a_signal_while_a_failed_run_is_closing_does_not_hide_its_error(tmp_path):
+    with Interrupts() as interrupts:
+        parts = assemble(small(tmp_path), Console(quiet=True), interrupts)
+        parts.run.score = lambda rollouts: (_ for _ in ()).throw(UserError("broken"))
+        parts.resources.callback(os.kill, os.getpid(), signal.SIGTERM)
+        with pytest.raises(UserError, match="broken"):
+            _train(parts, interrupts)
 
 
 def interrupted(run_dir, stage, number):

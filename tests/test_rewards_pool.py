@@ -29,6 +29,12 @@ def deaf():
 
 def fail(): return 1 / 0
 
+def signals():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+    return 1.0
+
 def pid():
     time.sleep(0.005)
     return os.getpid()
@@ -55,6 +61,7 @@ DO = {
     "exit 0": lambda: os._exit(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "sys.exit": lambda: sys.exit("enough"),
+    "signals": signals,
     "bool": lambda: True,
     "numpy": lambda: {"act": np.float32(0.5), "flag": np.bool_(True), "count": np.int64(3)},
     "pid": pid,
@@ -386,3 +393,8 @@ def assert_gone(pid):
             return
         time.sleep(0.1)
     pytest.fail(f"worker {pid} is still there after 10 s")
+
+
+def test_a_signal_to_the_process_group_costs_no_sample(pool):
+    """The main process decides what it means: it may still need what is being scored."""
+    assert [s.reward for s in pool.score(rollouts("signals", "2.0"))] == [1.0, 2.0]

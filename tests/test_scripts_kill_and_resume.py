@@ -49,5 +49,5 @@ def test_differences_are_found(straight, tmp_path):
     found = list(kill_and_resume.differences(good, bad))
     assert found[0] == "metrics.jsonl: the steps are [0, 1, 2, 3]"
     assert found[1].startswith("metrics.jsonl, step 2: actor/entropy is")
-    assert found[2].startswith("the last checkpoints differ")
+    assert found[2] == "the checkpoints are those of the steps [], expected [2, 4]"
     assert len(found) == 3

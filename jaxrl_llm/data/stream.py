@@ -42,12 +42,12 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hexadecimal SHA-256 of all texts, token ids and answers, in order."""
+        """Hexadecimal SHA-256 of all that the rows are to the learner and to reward functions, in order."""
         digest = hashlib.sha256()
         for record in self.records:
             response = b"" if record.response_ids is None else record.response_ids.astype("<i4").tobytes()
-            answer = repr(record.ground_truth).encode()
-            for part in (record.text.encode(), record.token_ids.astype("<i4").tobytes(), response, answer):
+            others = repr((record.data_source, record.ground_truth, sorted(record.extra_info.items()))).encode()
+            for part in (record.text.encode(), record.token_ids.astype("<i4").tobytes(), response, others):
                 digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
 

@@ -90,8 +90,18 @@ class RewardPool:
                 self._scored(rollout, result) for rollout, result in zip(rollouts, self._run(rollouts), strict=True)
             ]
             self._report_failures(scored)
-            self._check_weights(scored)
+            self._meet_components(scored)
         return scored
+
+    def check_weights(self) -> None:
+        """Raises UserError if a weight names no component that has been seen so far."""
+        missing = [name for name in self._weights if name not in self._known]
+        if missing and self._known:
+            raise UserError(
+                f"reward pool: there is a weight for {missing[0]!r}, which no reward function returned in "
+                f"{self._weighed_batches} batches{nearest(missing[0], self._known)}. Known components: "
+                f"{', '.join(sorted(self._known))}."
+            )
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -222,19 +232,14 @@ class RewardPool:
                 f"{self._names}. The last error: {failed[-1].error}"
             )
 
-    def _check_weights(self, scored: Sequence[Scored]) -> None:
+    def _meet_components(self, scored: Sequence[Scored]) -> None:
         found = {name for sample in scored for name in sample.components}
         if not found or self._weighed_batches == _WEIGHED_BATCHES:
             return
         self._known |= found
         self._weighed_batches += 1
-        missing = [name for name in self._weights if name not in self._known]
-        if missing and self._weighed_batches == _WEIGHED_BATCHES:
-            raise UserError(
-                f"reward pool: there is a weight for {missing[0]!r}, which no reward function returned in "
-                f"{_WEIGHED_BATCHES} batches{nearest(missing[0], self._known)}. Known components: "
-                f"{', '.join(sorted(self._known))}."
-            )
+        if self._weighed_batches == _WEIGHED_BATCHES:
+            self.check_weights()
 
 
 def _sample(rollout: Rollout) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import multiprocessing
 import numbers
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +34,9 @@ class Result(NamedTuple):
 def start(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Loads the (spec, kwargs) pairs. Runs when the process starts, so the time that a file takes to import
     counts against no sample."""
+    # A signal to the whole process group is for the main process: it may still need what is being scored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     _functions[:] = [load(spec, kwargs) for spec, kwargs in functions]
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
