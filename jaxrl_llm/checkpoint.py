@@ -20,6 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from jaxrl_llm import host_memory
 from jaxrl_llm.sharding.reshard import checksum
 from jaxrl_llm.types import TrainState, UserError
 
@@ -72,6 +73,7 @@ class Checkpoints:
                 ", ".join(metrics),
             )
         self.wait()
+        host_memory.give_back()
         self._writing = step
         contents = {
             "format": FORMAT,

@@ -52,6 +52,7 @@ def train(run: Run) -> int:
     compilations = Compilations()
     done, saved, skipped = run.start_step, run.start_step, run.skipped_steps
     position, whole = run.stream.get_state(), True
+    scored: list[Scored] = []
     try:
         run.sync(done)
         if run.evaluate and run.eval_before and done == 0:
@@ -91,7 +92,10 @@ def train(run: Run) -> int:
                     saved = done
                 whole = True
     except BaseException as error:
-        if whole and saved < done:  # not within a step: its state is neither the old nor the new one
+        # Not within a step, for its state is neither the old nor the new one; nor where the last step taught nothing
+        # because no sample could be scored: its prompts come again when the reward function has been mended.
+        taught = isinstance(error, Interrupted) or any(s.error is None for s in scored)
+        if whole and saved < done and taught:
             _save(run, done, position, skipped, {})
         if not isinstance(error, Interrupted):
             raise

@@ -31,6 +31,9 @@ def run(argv: list[str]) -> None:
     c, rest = configs.parse(argv)
     if rest:
         raise configs.unknown_argument(rest[0])
+    from jaxrl_llm import host_memory
+
+    host_memory.limit_arenas()
     if c.deterministic:
         # Read when JAX starts; assemble() checks that it was set in time.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
