@@ -1,7 +1,11 @@
-"""GRPO teaches SmolLM2-135M-Instruct, a real pretrained model, to answer short sums.
+"""GRPO teaches SmolLM2-135M-Instruct, a real pretrained model, to answer short sums on a CPU.
 
-python scripts/fetch_smollm2.py SmolLM2-135M-Instruct
-python -m jaxrl_llm.train --config grpo_smollm2_arithmetic
+    python scripts/fetch_smollm2.py SmolLM2-135M-Instruct
+    python -m jaxrl_llm.train --config grpo_smollm2_arithmetic
+
+The model rambles at temperature 1: before training, 6 in 100 sampled answers to held-out sums hold the right number last,
+and 22 in 100 greedy ones; after 60 steps 81 and 83 (41 sums, four samples each). Three quarters of that come in the first
+ten steps. An hour on two cores that had other work to do, too. docs/grpo_smollm2_arithmetic.png has the curves.
 """
 
 from jaxrl_llm.config import Config

@@ -216,9 +216,9 @@ def adopt(path: Path, folder: Path) -> Path:
 
 def _contents(path: Path) -> dict[str, Any]:
     contents = _read(path / "rest", ocp.JsonCheckpointHandler(), ocp.args.JsonRestore())
-    if isinstance(contents, dict) and isinstance(contents.get("format"), int) and contents["format"] != FORMAT:
+    if isinstance(contents, dict) and {"format", "digest"} & set(contents) and contents.get("format") != FORMAT:
         raise UserError(
-            f"checkpoint {path} has format {contents['format']}, this version of jaxrl_llm reads {FORMAT}: use the "
+            f"checkpoint {path} has format {contents.get('format')}, this version of jaxrl_llm reads {FORMAT}: use the "
             "version that wrote it (provenance.jsonl in the run's folder names it)"
         )
     if not isinstance(contents, dict) or contents.pop("digest", None) != _digest(contents):
