@@ -112,9 +112,10 @@ class Checkpoints:
         finally:
             self._manager.close()
 
-    def newest(self) -> Path | None:
-        """The complete checkpoint of the highest step."""
-        return newest(self.folder)
+    def last_good(self) -> str:
+        """Which checkpoint is the newest complete one, in words."""
+        path = newest(self.folder)
+        return f"the last good checkpoint is {path}" if path else "there is no checkpoint yet"
 
     def _drop_other_score(self, path: Path) -> None:
         """The manager reads the scores of all checkpoints when it starts, and stops at one that it cannot read."""
@@ -134,8 +135,8 @@ class Checkpoints:
     def _unwritten(self, error: Exception) -> UserError:
         step, self._writing = self._writing, None
         return UserError(
-            f"checkpoint {self.folder / str(step)} could not be written: {_reason(error)}; the last good checkpoint is "
-            f"{self.newest() or 'none: the run began here'}. Make room, and the same command goes on from there"
+            f"checkpoint {self.folder / str(step)} could not be written: {_reason(error)}; {self.last_good()}. Make "
+            "room, and the same command goes on from there"
         )
 
 

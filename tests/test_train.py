@@ -178,7 +178,7 @@ def test_a_loss_that_is_never_finite_stops_the_run_and_keeps_the_batches(tmp_pat
     )
     run_dir = tmp_path / "run"
     c = small(run_dir, **{"algorithm.loss": f"{tmp_path}/mine.py:loss", "learner.max_skipped_steps": 3})
-    words = r"not finite in each of the steps 1 to 3; .*The last good checkpoint is .*/checkpoints/2\. Look at"
+    words = r"not finite in each of the steps 1 to 3; .*the last good checkpoint is .*/checkpoints/2\. Look at"
     with pytest.raises(UserError, match=words):
         run(c)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
