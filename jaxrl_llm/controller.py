@@ -144,7 +144,7 @@ def _save(run: Run, step: int, position: Mapping[str, Any], skipped: int, evalua
 def _diverged(run: Run, step: int) -> UserError:
     first = step - run.max_skipped_steps + 1
     return UserError(
-        f"the loss or the gradient was not finite in each of the steps {first} to {step}; no update was made with them, "
+        f"loss or gradient was not finite in each of the steps {first} to {step}; no update was made with them, "
         f"and their batches are in {run.writer.skipped_folder}; {run.checkpoints.last_good()}. Look at the batches, "
         "lower the learning rate (config.optimizer.learning_rate), or allow more such steps "
         "(config.learner.max_skipped_steps)"
