@@ -66,8 +66,8 @@ def _train(parts: Assembled, interrupts: Interrupts) -> int:
         if error.errno not in DISK_FULL:
             raise
         raise UserError(
-            f"{error.filename or parts.run_dir} cannot be written: {error.strerror}; {parts.run.checkpoints.last_good()}. "
-            "Make room, and the same command goes on from there"
+            f"{error.filename or parts.run_dir} cannot be written: {error.strerror}; "
+            f"{parts.run.checkpoints.last_good()}. Make room, and the same command goes on from there"
         ) from error
 
 
