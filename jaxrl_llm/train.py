@@ -81,7 +81,7 @@ def _summary(c: Config, parts: Assembled, done: int) -> str:
         head = f"nothing left to do: step {run.start_step} of {run.total_steps} is done (see config.total_steps)"
     else:
         head = f"done: {done} steps"
-    samples = f"  samples      {where / 'samples.jsonl'}\n" if (where / "samples.jsonl").exists() else ""
+    samples = f"  samples      {where / 'samples.jsonl'}\n" if (where / "samples.jsonl").stat().st_size else ""
     board = f" (TensorBoard: {where / 'tensorboard'})" if c.log.tensorboard else ""
     return (
         f"{head}\n"

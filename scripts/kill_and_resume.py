@@ -178,7 +178,7 @@ def kill_again_and_again(
         if not Command(argv, folder / "killed.log").kill_in(stage, often, delay):
             break
         hits[stage] += 1
-        done = len(_lines(folder / "killed" / "metrics.jsonl")) if (folder / "killed" / "metrics.jsonl").exists() else 0
+        done = len(_lines(folder / "killed" / "metrics.jsonl"))
         print(f"kill {number}: {delay:.3f} s into {stage}, {done} lines of metrics", flush=True)
     return hits
 
@@ -186,18 +186,17 @@ def kill_again_and_again(
 def differences(straight: Path, killed: Path) -> Iterator[str]:
     """What is not the same in two finished runs."""
     for name in ("metrics.jsonl", "samples.jsonl"):
-        if (straight / name).exists() or (killed / name).exists():
-            expected, found = (_lines(folder / name) for folder in (straight, killed))
-            steps = [line["step"] for line in found]
-            if steps != [line["step"] for line in expected]:
-                yield f"{name}: the steps are {steps}"
-            for one, other in zip(expected, found, strict=False):
-                keys = sorted(key for key in {**one, **other} if not key.startswith(_OF_A_PROCESS))
-                yield from (
-                    f"{name}, step {one['step']}: {key} is {other.get(key)}, expected {one.get(key)}"
-                    for key in keys
-                    if one.get(key) != other.get(key)
-                )
+        expected, found = (_lines(folder / name) for folder in (straight, killed))
+        steps = [line["step"] for line in found]
+        if steps != [line["step"] for line in expected]:
+            yield f"{name}: the steps are {steps}"
+        for one, other in zip(expected, found, strict=False):
+            keys = sorted(key for key in {**one, **other} if not key.startswith(_OF_A_PROCESS))
+            yield from (
+                f"{name}, step {one['step']}: {key} is {other.get(key)}, expected {one.get(key)}"
+                for key in keys
+                if one.get(key) != other.get(key)
+            )
     from jaxrl_llm import checkpoint
 
     steps = [checkpoint.saved_steps(folder / "checkpoints") for folder in (straight, killed)]
@@ -226,7 +225,7 @@ def _state(path: Path) -> list[tuple[str, bytes]]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines()
+    lines = path.read_text().splitlines() if path.exists() else []
     whole = []
     for line in lines:
         try:
