@@ -219,13 +219,14 @@ def interrupted(run_dir, stage, number):
     [("rollouts", signal.SIGTERM, 2), ("score", signal.SIGINT, 2), ("sync", signal.SIGTERM, 3)],
 )
 def test_a_signal_ends_a_run_with_everything_saved(straight, tmp_path, stage, number, done):
+    before = signal.signal(number, signal.SIG_DFL)  # a shell's background jobs, such as this one, may ignore SIGINT
     assert interrupted(tmp_path, stage, number) == done
+    assert signal.signal(number, before) == signal.SIG_DFL
     assert checkpoint.saved_steps(tmp_path / "checkpoints") == [2, 3][: done - 1]
     resumed, shown, state = run(small(tmp_path))
     assert f"resuming after step {done}" in shown
     assert comparable(resumed) == comparable(straight[1])
     jax.tree.map(np.testing.assert_array_equal, state, straight[3])
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_the_second_signal_ends_the_process():
