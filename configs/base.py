@@ -165,7 +165,7 @@ def _checkpoint() -> Config:
     c.keep_best = 1  # further ones to keep, by the evaluation metric
     c.best_metric = ""  # "": the first val-core metric
     # "auto": go on from the newest checkpoint in run_dir; "never": refuse a run_dir with checkpoints; a run folder or a
-    # checkpoint in one: begin there while run_dir has no checkpoint of its own
+    # checkpoint in one: begin there, with a copy of it, while run_dir has no checkpoint of its own
     c.resume = "auto"
     return c
 

@@ -48,7 +48,7 @@ class Checkpoints:
             policies.append(
                 checkpoint_managers.BestN(get_metric_fn=_best, n=keep_best, keep_checkpoints_without_metrics=False)
             )
-        self._options = ocp.CheckpointManagerOptions(
+        options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             best_fn=_best if keep_best else None,  # without it metrics are not written, and a resume forgets the best
             save_decision_policy=None,
@@ -57,7 +57,7 @@ class Checkpoints:
         )
         for step in saved_steps(self.folder):
             self._drop_other_score(self.folder / str(step))
-        self._manager = ocp.CheckpointManager(self.folder, options=self._options)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, state: TrainState, rest: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Starts writing; returns when the arrays have been copied. `rest`: JSON values (data position, config).
@@ -161,11 +161,6 @@ def set_aside(path: Path) -> Path:
 def read_rest(path: Path) -> dict[str, Any]:
     """What `save` got beside the state, from one checkpoint. Raises DamagedCheckpoint."""
     return _contents(path)["rest"]
-
-
-def saved_checksum(path: Path) -> int:
-    """The checksum of the state that was saved. Raises DamagedCheckpoint."""
-    return _contents(path)["checksum"]
 
 
 def restore(path: Path, abstract: TrainState) -> TrainState:

@@ -56,9 +56,8 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._asked = True
-        when = (
-            "is ending" if self._ending else f"is saved and ends {'when this step is whole' if self._uncut else 'now'}"
-        )
-        logger.warning("%s: the run %s; once more: it ends at once", name, when)
+        when = "when this step is whole" if self._uncut else "now"
+        what = "is ending" if self._ending else f"is saved and ends {when}"
+        logger.warning("%s: the run %s; once more: it ends at once", name, what)
         if not self._uncut:
             raise Interrupted

@@ -93,7 +93,7 @@ class Learner:
     def restore(self, load: Callable[[TrainState], TrainState]) -> None:
         """Replaces the state by what `load` returns for its shapes, dtypes and shardings. The old one goes first: there
         may be no room for both."""
-        self.state: Any = None
+        vars(self).pop("state", None)  # it is not there if a first `load` has failed
         self.state = load(self._abstract)
 
     def place(self, batch: SequenceBatch) -> SequenceBatch:

@@ -24,6 +24,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
+from jaxrl_llm.output import write_whole
 from jaxrl_llm.types import Rollout, Scored, TrainBatch, UserError
 
 # Columns of the progress line: title, format, and the metric; of several the first that there is.
@@ -261,9 +262,7 @@ def _keep_steps(path: Path, last: int) -> None:
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):  # the last one may have been cut by a kill
                 raise UserError(f"{path}, line {number} is damaged; mend it or move the file away") from error
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(line + "\n" for line in kept))
-    partial.rename(path)
+    write_whole(path, "".join(line + "\n" for line in kept))
 
 
 def _ends(text: str, width: int = 160) -> str:

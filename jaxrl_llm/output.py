@@ -93,10 +93,22 @@ def write_json_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that others see whole or not at all. Raises UserError if it cannot be written."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
+    """A text file; see `whole`."""
+    with whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to, with the same ending; it becomes `path` when the block ends well, so that others see a whole
+    file or none. Raises UserError if it cannot be written."""
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield unfinished
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}") from error
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -333,24 +331,10 @@ def write_csv(path: Path, histories: Sequence[History], metrics: Sequence[str]) 
                 writer.writerow([history.name, step, *(column.get(step, "") for column in columns)])
 
 
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A path to write to; it becomes `path` when the block ends well, so that nobody reads half a file."""
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield partial
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
-
-
 def run(argv: list[str]) -> None:
     """Reports by these arguments."""
     from jaxrl_llm.arguments import Parser
+    from jaxrl_llm.output import whole
 
     parser = Parser("report")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
@@ -373,10 +357,10 @@ def run(argv: list[str]) -> None:
     histories = [read(folder, name) for folder, name in zip(args.runs, names(args.runs), strict=True)]
     groups = panels(histories, [part.strip() for part in args.metrics.split(",") if part.strip()])
     title = args.title if args.title is not None else histories[0].name if len(histories) == 1 else ""
-    with _whole(args.out) as path:
+    with whole(args.out) as path:
         figure(histories, groups, width=args.smooth, title=title).savefig(path)
     if args.csv:
-        with _whole(args.csv) as path:
+        with whole(args.csv) as path:
             write_csv(path, histories, [metric for metrics in groups for metric in metrics])
     console = Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
     console.print(table(histories))

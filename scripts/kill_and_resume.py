@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,13 @@ def observed(pipe: int, argv: list[str]) -> None:
     def tell(stage: str, event: str) -> None:
         os.write(pipe, f"{stage} {event} {time.monotonic()}\n".encode())
 
-    def told(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tell(name, "begins")
-            result = function(*args, **kwargs)
-            tell(name, "ends")
-            return result
+    evaluate, stage, save = assemble.evaluate, controller.Timer.stage, Checkpoints.save
 
-        return call
-
-    stage = controller.Timer.stage
+    def told_evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
+        tell("evaluate", "begins")
+        metrics = evaluate(*args, **kwargs)
+        tell("evaluate", "ends")
+        return metrics
 
     @contextmanager
     def told_stage(self: Any, name: str) -> Iterator[None]:
@@ -56,8 +53,6 @@ def observed(pipe: int, argv: list[str]) -> None:
         with stage(self, name):
             yield
         tell(name, "ends")
-
-    save = Checkpoints.save
 
     def told_save(self: Any, step: int, *args: Any) -> None:
         tell("save", "begins")
@@ -71,7 +66,7 @@ def observed(pipe: int, argv: list[str]) -> None:
 
     controller.Timer.stage = told_stage  # type: ignore[method-assign]
     Checkpoints.save = told_save  # type: ignore[method-assign]
-    assemble.evaluate = told("evaluate", assemble.evaluate)
+    assemble.evaluate = told_evaluate
     sys.argv = ["jaxrl_llm.train", *argv]
     train.main()
 

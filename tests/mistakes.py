@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxrl_llm
@@ -250,3 +251,13 @@ def file_in(folder: Path) -> Path:
     """A file."""
     (folder / "mine").write_text("mine")
     return folder / "mine"
+
+
+def usage_error(run, arguments, capsys) -> str:
+    """The one line that a command prints when its options are wrong; it ends with 2."""
+    with pytest.raises(SystemExit) as caught:
+        run(arguments)
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message

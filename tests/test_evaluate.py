@@ -9,6 +9,7 @@ import jaxrl_llm
 from jaxrl_llm import evaluate
 from jaxrl_llm.models.config import ModelError
 from jaxrl_llm.types import UserError
+from tests.mistakes import usage_error
 from tests.runs import run as train
 from tests.runs import small
 
@@ -154,12 +155,7 @@ def test_the_table_has_a_row_a_component_and_leaves_unknown_metrics_empty():
     ],
 )
 def test_mistakes_in_the_arguments_are_one_line_and_exit_2(arguments, words, capsys):
-    with pytest.raises(SystemExit) as caught:
-        evaluate.run(arguments)
-    assert caught.value.code == 2
-    message = capsys.readouterr().err
-    assert words in message
-    assert message.count("\n") == 1
+    assert words in usage_error(evaluate.run, arguments, capsys)
 
 
 @pytest.mark.parametrize(

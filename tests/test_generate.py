@@ -12,6 +12,7 @@ from jaxrl_llm.output import TextStream
 from jaxrl_llm.rollout.engine import Sampling
 from jaxrl_llm.types import UserError
 from tests.engines import answers, random_prompts, response, spell
+from tests.mistakes import usage_error
 
 MODEL = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic_base")
 
@@ -175,12 +176,7 @@ def test_a_conversation_keeps_its_history_until_it_is_full(say, monkeypatch):
     ],
 )
 def test_mistakes_in_the_arguments_are_one_line_and_exit_2(arguments, words, capsys):
-    with pytest.raises(SystemExit) as caught:
-        generate.run(arguments)
-    assert caught.value.code == 2
-    message = capsys.readouterr().err
-    assert words in message
-    assert message.count("\n") == 1
+    assert words in usage_error(generate.run, arguments, capsys)
 
 
 @pytest.mark.parametrize(

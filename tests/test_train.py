@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,14 +9,14 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import export
+from jaxrl_llm import export, train
 from jaxrl_llm.learner import param_shardings
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.config import ModelError
 from jaxrl_llm.models.decoder import build
 from jaxrl_llm.sharding.mesh import ShardingError, make_mesh
 from jaxrl_llm.types import UserError
-from tests.runs import run, small
+from tests.runs import comparable, run, small
 
 
 def test_every_step_is_written_once_under_the_names_of_the_field(straight):
@@ -190,3 +191,19 @@ def test_a_loss_that_is_never_finite_stops_the_run_and_keeps_the_batches(tmp_pat
         assert {"token_ids", "advantages", "old_logprobs"} <= set(arrays)
     with pytest.raises(UserError, match="each of the steps 1 to 3"):
         run(c)  # how many there were in a row is in the checkpoint
+
+
+def test_deterministic_sets_the_flag_in_time_and_the_run_repeats(straight, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # put back at the end
+    c = small(tmp_path / "run", deterministic=True)
+    (tmp_path / "c.json").write_text(configs.to_json(c))
+    train.run(["--config", str(tmp_path / "c.json")])
+    assert "--xla_gpu_deterministic_ops=true" in os.environ["XLA_FLAGS"].split()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert comparable(lines) == comparable(straight[1])
+
+
+def test_deterministic_that_comes_too_late_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(UserError, match=r"needs XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment before"):
+        run(small(tmp_path, deterministic=True))
