@@ -16,7 +16,11 @@ def get_config() -> Config:
     c.data = _data()
     c.rollout = _rollout()
     c.reward = _reward()
+    c.filter = _filter()
     c.algorithm = _algorithm()
+    c.rollout_correction = _rollout_correction()
+    c.critic = _critic()
+    c.prime = _prime()
     c.learner = _learner()
     c.optimizer = _optimizer()
     c.eval = _eval()
@@ -97,23 +101,92 @@ def _reward() -> Config:
     c.kwargs = Config()  # by function name: fixed keyword arguments
     c.workers = 2  # processes that score
     c.timeout_s = 10.0  # seconds for one sample; then it is left out of its group
+    # Soft penalty on long responses (DAPO), as the component "overlong": over the last overlong_buffer tokens before
+    # data.max_response_length it falls from 0 to -overlong_factor; 0: none
+    c.overlong_buffer = 0
+    c.overlong_factor = 1.0
+    return c
+
+
+def _filter() -> Config:
+    """Dynamic sampling: prompts whose samples tell nothing are replaced by others from the stream."""
+    c = Config()
+    c.by = ""  # "reward" or a reward component: a prompt stays if its samples differ in it; "": no filter
+    c.mean_range = ()  # (lowest, highest) mean of it over a prompt's samples; (): any
+    c.entropy_range = ()  # the same for the mean sampling entropy, nats a token
+    c.max_batches = 10  # batches of prompts generated at most for one step; then prompts that tell nothing fill it
+    c.gen_batch_size = 0  # prompts in each of these batches; 0: data.train_batch_size
     return c
 
 
 def _algorithm() -> Config:
-    """The advantage and the loss."""
+    """The advantage and the loss. Each takes those of the keys below that it names; see docs/algorithms.md."""
     c = Config()
     c.advantage = "grpo"  # name in jaxrl_llm.algorithms.advantages, or path/to/file.py:function
     c.normalize_by_std = True  # divide by the group's standard deviation (False: Dr. GRPO)
+    c.gamma = 1.0  # discount of later rewards
+    c.lam = 1.0  # lambda of GAE
+    c.f_norm = 1.0  # GPG: divisor of the advantage
+    c.components = ()  # GDPO: the reward components that are normalised each for itself; weights: reward.weights
+    c.outcome_coef = 5.0  # PRIME: weight of the outcome reward
+    c.process_coef = 5.0  # PRIME: weight of the process rewards
     c.loss = "vanilla"  # name in jaxrl_llm.algorithms.policy_losses, or path/to/file.py:function
     c.clip_ratio_low = 0.2  # the ratio of new to old probability is clipped at 1 - this
     c.clip_ratio_high = 0.2  # and at 1 + this (DAPO: 0.28)
     c.clip_ratio_c = 3.0  # dual clip: bound on the loss of actions with negative advantage, in multiples of it
-    c.aggregation = "token-mean"  # how token losses make one number: see docs/architecture.md
+    c.tau_pos = 1.0  # SAPO: temperature of the gate where the advantage is positive
+    c.tau_neg = 1.05  # SAPO: and where it is negative
+    c.clip_cov_ratio = 0.0002  # Clip-Cov: fraction of the tokens that are left out
+    c.clip_cov_lb = 1.0  # Clip-Cov: among those whose covariance is above this
+    c.clip_cov_ub = 5.0  # Clip-Cov: and below this
+    c.kl_cov_ratio = 0.0002  # KL-Cov: fraction of the tokens, of the highest covariance, that are held back
+    c.ppo_kl_coef = 1.0  # KL-Cov: weight of what holds them back
+    c.dro_beta = 0.1  # DRO: weight of the squared log-ratio
+    c.constants = Config()  # keyword arguments of an advantage or a loss of your own
+    c.aggregation = "token-mean"  # how token losses make one number: see docs/algorithms.md
     c.length_norm = 0  # divisor of seq-mean-token-sum-norm; 0: data.max_response_length
-    c.kl_loss_coef = 0.0  # weight of the KL to the initial model in the loss; 0: no reference model is kept
-    c.kl_estimator = "k3"  # k1, abs, k2, k3, k1+, k3+
+    c.mask_truncated = False  # responses that were cut off count in baselines only (DAPO's overlong filtering)
+    c.kl_loss_coef = 0.0  # weight of the KL to the initial model in the loss; 0: none
+    c.kl_estimator = "k3"  # k1, abs, k2, k3, k1+, k3+, or exact (over the whole vocabulary)
+    c.kl_reward_coef = 0.0  # weight of the KL to the initial model in the reward; 0: none
+    c.kl_reward_estimator = "k1"  # k1, abs, k2, k3
+    c.kl_target = 0.0  # the weight in the reward follows this KL a token; 0: it is fixed
+    c.kl_horizon = 10_000  # sequences: how slowly it follows
     c.entropy_coef = 0.0  # weight of the entropy bonus
+    c.reweight = ""  # PF-PPO, samples drawn again by reward: "pow", "max_min" or "max_random"; "": none
+    c.reweight_power = 2.0  # of the reward, for "pow"
+    return c
+
+
+def _rollout_correction() -> Config:
+    """What is done where the sampler's probabilities are not the learner's; see docs/algorithms.md."""
+    c = Config()
+    c.rollout_is = ""  # importance weights: "token", "sequence"; "": none
+    c.rollout_is_threshold = "2.0"  # weights are cut at it; "0.5_5.0": those outside are 0 (IcePop)
+    c.rollout_is_batch_normalize = False  # divide the weights by their mean
+    c.rollout_rs = ""  # rejection: token_k1, seq_mean_k3, ... or several with commas; "": none
+    c.rollout_rs_threshold = ""  # one for each of them, with commas: "2.0" or "0.5_2.0"
+    c.bypass = False  # the sampler's log-probabilities are the old ones: no forward pass for these
+    return c
+
+
+def _critic() -> Config:
+    """The value model, where the advantage needs one (gae)."""
+    c = Config()
+    c.path = ""  # Hugging Face folder (or hub name) of its backbone; "": the policy's
+    c.learning_rate = 1e-5  # schedule and all else as in optimizer
+    c.warmup_steps = 0  # training steps in which it learns and the policy does not
+    c.epochs = 1  # passes over each batch
+    c.value_clip = 0.5  # values move at most so far from the old ones
+    c.aggregation = "token-mean"  # as in algorithm
+    return c
+
+
+def _prime() -> Config:
+    """The online reward model, where the advantage needs process rewards (prime)."""
+    c = Config()
+    c.learning_rate = 1e-6  # schedule and all else as in optimizer
+    c.beta = 0.05  # reward of a token: beta times its log-ratio to the initial model
     return c
 
 

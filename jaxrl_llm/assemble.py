@@ -6,18 +6,20 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import controller, formulas, optimizer, provenance, resume
+from jaxrl_llm import controller, provenance, resume
+from jaxrl_llm.assemble_learner import learner, objective
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.collect import Collector, GroupFilter, LengthPenalty
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_checks import validate
 from jaxrl_llm.data import demonstrations
@@ -25,13 +27,13 @@ from jaxrl_llm.data.packing import PackSpec, default_row_lengths
 from jaxrl_llm.data.stream import Prompts, PromptStream, load_prompts
 from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.interrupts import Interrupts
-from jaxrl_llm.learner import Learner, Objective
+from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.metrics import Writer
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.decoder import Model
 from jaxrl_llm.output import write_whole
-from jaxrl_llm.policy import Source, decoder, initial_params, model_source
-from jaxrl_llm.pools import LocalPool
+from jaxrl_llm.policy import Source, critic_source, decoder, model_source
+from jaxrl_llm.pools import LocalPool, Pool
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Sampling
 from jaxrl_llm.rollout.jax_engine import JaxEngine
@@ -90,22 +92,6 @@ def prompts(c: Config, tokenizer: Any, paths: tuple[str, ...], *, sft: bool, lim
     )
 
 
-def objective(c: Config) -> Objective:
-    """What the learner minimises."""
-    a, sft = c.algorithm, c.task == "sft"
-    constants = {k: v for k, v in a.items() if k not in ("loss", "advantage")}
-    return Objective(
-        loss=formulas.loss("sft" if sft else a.loss, constants),
-        advantage=None if sft else formulas.advantage(a.advantage, constants),
-        aggregation=a.aggregation,
-        length_norm=float(a.length_norm or c.data.max_response_length),
-        temperature=1.0 if sft else c.rollout.temperature,
-        kl_coef=0.0 if sft else a.kl_loss_coef,
-        kl_estimator=a.kl_estimator,
-        entropy_coef=0.0 if sft else a.entropy_coef,
-    )
-
-
 def check_weights(c: Config, source: Source, mesh: Mesh) -> None:
     """Raises ShardingError or ModelError unless the model can lie on the mesh, in training and in inference, and the
     folder's files hold it. Reads no weights."""
@@ -114,38 +100,6 @@ def check_weights(c: Config, source: Source, mesh: Mesh) -> None:
         tree_shardings(model.abstract, model.dims, rules, mesh)
     if source.folder is not None:
         huggingface.check(source.folder, model)
-
-
-def learner(c: Config, source: Source, mesh: Mesh, minimised: Objective, total_updates: int) -> Learner:
-    """Policy, optimizer and reference."""
-    o = c.optimizer
-    rate = optimizer.schedule(
-        o.schedule,
-        learning_rate=o.learning_rate,
-        warmup_steps=o.warmup_steps,
-        total_updates=total_updates,
-        final_fraction=o.final_fraction,
-    )
-    transform: optax.GradientTransformation = optimizer.adamw(
-        rate,
-        beta1=o.beta1,
-        beta2=o.beta2,
-        epsilon=o.epsilon,
-        weight_decay=o.weight_decay,
-        max_grad_norm=o.max_grad_norm,
-        first_moment_dtype=o.first_moment_dtype,
-    )
-    model = decoder(c, source, c.model.dtype, remat=c.model.remat, rules=TRAINING, mesh=mesh)
-    return Learner(
-        model,
-        mesh,
-        initial_params(c, source, model, mesh),
-        transform,
-        minimised,
-        learning_rate=rate,
-        epochs=c.learner.epochs,
-        logits_chunk=c.model.logits_chunk,
-    )
 
 
 def engine(c: Config, source: Source, model: Model, mesh: Mesh) -> JaxEngine:
@@ -189,8 +143,8 @@ def local_pool(
     return LocalPool(policy, engine(c, source, model, mesh), reshard, rewards)
 
 
-def pack_spec(c: Config, pad_id: int) -> PackSpec:
-    """The static shape of the batches."""
+def pack_spec(c: Config, pad_id: int, reads: frozenset[str]) -> PackSpec:
+    """The static shape of the batches. `reads`: what the advantage looks at."""
     n = 1 if c.task == "sft" else c.rollout.n
     longest = c.data.max_prompt_length + c.data.max_response_length
     return PackSpec(
@@ -200,6 +154,9 @@ def pack_spec(c: Config, pad_id: int) -> PackSpec:
         row_lengths=tuple(sorted(c.learner.row_lengths)) or default_row_lengths(longest),
         packing=c.learner.packing,
         pad_id=pad_id,
+        mask_truncated=c.task == "rl" and c.algorithm.mask_truncated,
+        components=tuple((name, float(c.reward.weights.get(name, 1.0))) for name in c.algorithm.components),
+        baseline="baseline_rewards" in reads,
     )
 
 
@@ -213,6 +170,27 @@ def eval_sampling(c: Config) -> Sampling:
     """How evaluation samples; its noise is the same every time and has nothing to do with training's."""
     e = c.eval
     return Sampling(e.n, e.temperature, e.top_k, e.top_p, 0.0, c.data.max_response_length, c.rollout.stop, c.seed + 1)
+
+
+def collector(c: Config, stream: PromptStream, pool: Pool, reads: frozenset[str]) -> Collector:
+    """Where scored batches come from. SFT reads its rollouts from the data."""
+    groups = c.data.train_batch_size
+    if c.task == "sft":
+        return Collector(stream, demonstrations.rollouts, demonstrations.ungraded, groups=groups)
+    f, w = c.filter, c.reward
+    penalty = LengthPenalty(
+        c.data.max_response_length, w.overlong_buffer, w.overlong_factor, float(w.weights.get("overlong", 1.0))
+    )
+    greedy = replace(sampling(c), n=1, temperature=0.0)
+    return Collector(
+        stream,
+        partial(pool.generate, sampling=sampling(c)),
+        pool.score,
+        groups=groups,
+        group_filter=GroupFilter(f.by, f.mean_range, f.entropy_range, f.max_batches) if f.by else None,
+        penalty=penalty if w.overlong_buffer else None,
+        greedy=partial(pool.generate, sampling=greedy) if "baseline_rewards" in reads else None,
+    )
 
 
 class Assembled(NamedTuple):
@@ -232,16 +210,18 @@ def assemble(c: Config, console: Console, interrupts: Interrupts | None = None) 
     stream, held_out = _data(c, source, console)
     total_steps = c.total_steps or stream.steps(c.total_epochs)
     minimised = objective(c)
+    reads = minimised.advantage.reads if minimised.advantage else frozenset()
     mesh = mesh_of(c)
     console.out(f"devices: {describe_devices(mesh)}")
     check_weights(c, source, mesh)
+    if "values" in reads:
+        check_weights(c, critic_source(c, source), mesh)
     with ExitStack() as resources:
         rewards = reward_pool(c)
         resources.callback(rewards.close)
         changes = resume.check(c, stream)
         resources.callback(resume.claim(Path(c.run_dir)).release)
-        updates = total_steps * (c.data.train_batch_size // c.learner.mini_batch_size) * c.learner.epochs
-        pool = local_pool(c, source, mesh, learner(c, source, mesh, minimised, updates), rewards, console)
+        pool = local_pool(c, source, mesh, learner(c, source, mesh, minimised, total_steps), rewards, console)
         resources.callback(pool.close)
         rest = resume.restore(c, stream, pool) or {"step": 0, "skipped_steps": 0, "initial": pool.initial_checksum()}
         start = rest["step"]
@@ -267,7 +247,17 @@ def assemble(c: Config, console: Console, interrupts: Interrupts | None = None) 
         )
         resources.callback(writer.close)
         run = _run(
-            c, source, stream, held_out, pool, checkpoints, writer, total_steps, rest, interrupts or Interrupts()
+            c,
+            source,
+            reads,
+            collector(c, stream, pool, reads),
+            held_out,
+            pool,
+            checkpoints,
+            writer,
+            total_steps,
+            rest,
+            interrupts or Interrupts(),
         )
         return Assembled(run, Path(c.run_dir), resources.pop_all())
 
@@ -277,7 +267,7 @@ def _data(c: Config, source: Source, console: Console) -> tuple[PromptStream, Pr
     d = c.data
     stream = PromptStream(
         prompts(c, source.tokenizer, d.train, sft=c.task == "sft"),
-        batch_size=d.train_batch_size,
+        batch_size=c.filter.gen_batch_size or d.train_batch_size,
         seed=c.seed,
         shuffle=d.shuffle,
         remainder=d.remainder,
@@ -293,7 +283,8 @@ def _data(c: Config, source: Source, console: Console) -> tuple[PromptStream, Pr
 def _run(
     c: Config,
     source: Source,
-    stream: PromptStream,
+    reads: frozenset[str],
+    collect: Collector,
     held_out: Prompts | None,
     pool: LocalPool,
     checkpoints: Checkpoints,
@@ -302,8 +293,7 @@ def _run(
     rest: Mapping[str, Any],
     interrupts: Interrupts,
 ) -> controller.Run:
-    """The controller's parts. Here, and only here, tasks differ: SFT reads its rollouts from the data, and gives the
-    engine weights only to measure them."""
+    """The controller's parts. SFT gives the engine weights only to measure them."""
     sft = c.task == "sft"
 
     def measure(step: int) -> dict[str, float]:
@@ -318,13 +308,11 @@ def _run(
         )
 
     return controller.Run(
-        stream=stream,
-        rollouts=demonstrations.rollouts if sft else partial(pool.generate, sampling=sampling(c)),
-        score=demonstrations.ungraded if sft else pool.score,
+        collect=collect,
         sync=(lambda step: None) if sft else pool.sync_weights,
         evaluate=measure if held_out else None,
         pool=pool,
-        pack_spec=pack_spec(c, source.tokenizer.pad_token_id),
+        pack_spec=pack_spec(c, source.tokenizer.pad_token_id, reads),
         checkpoints=checkpoints,
         writer=writer,
         interrupts=interrupts,

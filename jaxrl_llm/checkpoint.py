@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxrl_llm import host_memory
 from jaxrl_llm.sharding.reshard import checksum
-from jaxrl_llm.types import TrainState, UserError
+from jaxrl_llm.types import ModelState, TrainState, UserError
 
 logger = logging.getLogger("jaxrl_llm.checkpoint")
 
@@ -83,7 +83,7 @@ class Checkpoints:
             "params_checksum": int(checksum(state.params)),
         }
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state._asdict()),
+            state=ocp.args.StandardSave(_present(state)),
             rest=ocp.args.JsonSave({**contents, "digest": _digest(contents)}),
         )
         try:
@@ -173,9 +173,11 @@ def restore(path: Path, abstract: TrainState) -> TrainState:
         raise UserError(
             f"checkpoint {path} does not fit this run's model and optimizer: {_differences(contents['layout'], layout)}"
         )
-    state = TrainState(
-        **_read(path / "state", ocp.StandardCheckpointHandler(), ocp.args.StandardRestore(abstract._asdict()))
-    )
+    parts = _read(path / "state", ocp.StandardCheckpointHandler(), ocp.args.StandardRestore(_present(abstract)))
+    for name in ("critic", "reward_model"):
+        if name in parts:
+            parts[name] = ModelState(**parts[name])
+    state = TrainState(**parts)
     _verify(state, contents["checksum"])
     return state
 
@@ -208,6 +210,15 @@ def adopt(path: Path, folder: Path) -> Path:
     shutil.copytree(path, unfinished)
     shutil.rmtree(unfinished / "metrics", ignore_errors=True)  # its score was measured by the other run
     return unfinished.rename(copy)
+
+
+def _present(state: TrainState) -> dict[str, Any]:
+    """The parts of the state that the algorithm has, those of models as dicts, which Orbax can restore."""
+    return {
+        name: part._asdict() if isinstance(part, ModelState) else part
+        for name, part in state._asdict().items()
+        if part is not None
+    }
 
 
 def _contents(path: Path) -> dict[str, Any]:

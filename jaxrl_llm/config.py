@@ -25,12 +25,18 @@ from jaxrl_llm.plugins import describe
 from jaxrl_llm.types import UserError
 
 # Sections whose keys the user chooses; everything else is fixed by base.py.
-OPEN_SECTIONS = ("reward.weights", "reward.kwargs", "model.hf_config", "data.template_kwargs")
+OPEN_SECTIONS = (
+    "reward.weights",
+    "reward.kwargs",
+    "algorithm.constants",
+    "model.hf_config",
+    "data.template_kwargs",
+)
 
 
 # What lists hold, where it is not texts.
-_ITEMS = {"learner.row_lengths": int}
-_PLURAL = {int: "integers", str: "texts"}
+_ITEMS = {"learner.row_lengths": int, "filter.mean_range": float, "filter.entropy_range": float}
+_PLURAL = {int: "integers", float: "numbers", str: "texts"}
 
 
 class Config(ConfigDict):
@@ -117,6 +123,8 @@ def _typed(full: str, default: Any, value: Any) -> Any:
     if isinstance(default, tuple) and isinstance(value, (tuple, list)):
         kind = _ITEMS.get(full, str)
         items = tuple(item.item() if isinstance(item, np.generic) else item for item in value)
+        if kind is float:
+            items = tuple(float(item) if type(item) is int else item for item in items)
         for item in items:
             if type(item) is not kind:
                 raise UserError(f"config.{full} must be a list of {_PLURAL[kind]}, got {item!r} in it")

@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.collect import Collector
 from jaxrl_llm.data.packing import PackSpec, pack
-from jaxrl_llm.data.stream import PromptStream
 from jaxrl_llm.interrupts import Interrupted, Interrupts
 from jaxrl_llm.metrics import Compilations, Timer, Writer, finish, reward_metrics, rollout_metrics
 from jaxrl_llm.pools import Pool
-from jaxrl_llm.types import Prompt, Rollout, Scored, UserError
+from jaxrl_llm.types import Scored, UserError
 
 
 @dataclass
 class Run:
     """The parts of one training run. What differs between tasks and placements differs in these, not in the loop."""
 
-    stream: PromptStream
-    rollouts: Callable[[Sequence[Prompt]], list[Rollout]]  # the engine's, or the data's own (SFT)
-    score: Callable[[Sequence[Rollout]], list[Scored]]
+    collect: Collector  # prompts, rollouts and rewards
     sync: Callable[[int], None]  # gives the engine the weights of this version
     evaluate: Callable[[int], dict[str, float]] | None
     pool: Pool
@@ -51,7 +49,7 @@ def train(run: Run) -> int:
     """
     compilations = Compilations()
     done, saved, skipped = run.start_step, run.start_step, run.skipped_steps
-    position, whole = run.stream.get_state(), True
+    position, whole = run.collect.stream.get_state(), True
     scored: list[Scored] = []
     try:
         run.sync(done)
@@ -61,27 +59,23 @@ def train(run: Run) -> int:
             run.writer.evaluation(0, evaluation)
         while done < run.total_steps:
             step, timer = done + 1, Timer()
-            prompts = run.stream.next()
-            with timer.stage("gen"):
-                rollouts = run.rollouts(prompts)
-            with timer.stage("reward"):
-                scored = run.score(rollouts)
+            scored, generated, metrics = run.collect(timer)
             with run.interrupts.uncut():  # up to here nothing has changed; what follows belongs together
                 whole = False
                 with timer.stage("pack"):
                     batch = pack(scored, run.pack_spec)
                 with timer.stage("old_log_prob"):
                     train_batch, device_metrics = run.pool.prepare(batch)
-                    metrics = finish(device_metrics)
+                    metrics |= finish(device_metrics)
                 with timer.stage("update_actor"):
                     metrics |= finish(run.pool.update(train_batch))
                 with timer.stage("update_weights"):
                     run.sync(step)
-                metrics |= rollout_metrics(rollouts) | reward_metrics(scored)
+                metrics |= rollout_metrics(generated) | reward_metrics(generated, scored)
                 metrics |= _of_this_process(run, step, timer, compilations, metrics)
                 evaluation = _report(run, step, scored, metrics)
-                done, position = step, run.stream.get_state()
-                skipped = skipped + 1 if metrics["actor/skipped_updates"] else 0
+                done, position = step, run.collect.stream.get_state()
+                skipped = skipped + 1 if _left_out(metrics) else 0
                 if skipped:
                     run.writer.skipped(step, scored, train_batch)
                 if skipped >= run.max_skipped_steps:
@@ -102,6 +96,11 @@ def train(run: Run) -> int:
     return done
 
 
+def _left_out(metrics: Mapping[str, float]) -> bool:
+    """Whether an update of any of the models was not made."""
+    return any(value for name, value in metrics.items() if name.endswith("/skipped_updates"))
+
+
 def _of_this_process(
     run: Run, step: int, timer: Timer, compilations: Compilations, metrics: Mapping[str, float]
 ) -> dict[str, float]:
@@ -110,7 +109,7 @@ def _of_this_process(
         **timer.seconds,
         "timing_s/step": seconds,
         "training/global_step": step,
-        "training/epoch": run.stream.epoch,
+        "training/epoch": run.collect.stream.epoch,
         "perf/throughput": metrics["perf/total_num_tokens"] / seconds / run.devices,
         "perf/compilations": compilations.count,
     }

@@ -1,7 +1,8 @@
 """The advantage and the loss that a config names, as the learner calls them: constants bound, and tried once.
 
 A function of the user's own is traced here on arrays without values, so that what it does wrong is told, with its file
-and line, before any model is read.
+and line, before any model is read. The trial also tells what an advantage function reads of the batch, and so what a
+run has to have: a critic, a reward model, greedy answers.
 """
 
 from __future__ import annotations
@@ -9,40 +10,136 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.advantages import ADVANTAGES
-from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
-from jaxrl_llm.plugins import describe, resolve, signature
+from jaxrl_llm.algorithms.advantages import ADVANTAGES, Advantages, Experience
+from jaxrl_llm.algorithms.policy_losses import LOSS_AGGREGATION, POLICY_LOSSES, WHOLE_BATCH_LOSSES, PolicyLoss
+from jaxrl_llm.plugins import describe, nearest, resolve, signature
 from jaxrl_llm.types import UserError
 
 # Of the arrays in the trial: all different, so that a function that mixes them up does not fit by chance.
-_ROWS, _TOKENS, _SEQUENCES, _GROUPS = 2, 5, 7, 3
+_ROWS, _TOKENS, _SEQUENCES, _COMPONENTS = 2, 5, 7, 3
 
 
-def advantage(spec: str, constants: Mapping[str, Any]) -> Callable[..., jax.Array]:
-    """The advantage function that `spec` means, bound to those of `constants` that it names.
+class BoundAdvantage(NamedTuple):
+    """An advantage function with its constants."""
 
-    Raises UserError if there is none, if it takes other arguments than algorithms/advantages.py says, fails, or returns
-    anything but one floating-point number a sequence.
+    function: partial[Advantages]
+    reads: frozenset[str]  # the fields of Experience that it looks at
+
+    def __call__(self, experience: Experience) -> Advantages:
+        """See algorithms/advantages.py."""
+        return self.function(experience)
+
+
+class BoundLoss(NamedTuple):
+    """A policy loss with its constants, and what it asks of its caller."""
+
+    name: str
+    function: partial[PolicyLoss]
+    optional: frozenset[str]  # those of is_weights and key that it takes
+    aggregation: str | None  # where that is part of the method
+    whole_batch: bool  # it compares all tokens of the mini-batch
+
+    def __call__(
+        self,
+        logprobs: jax.Array,
+        old_logprobs: jax.Array,
+        advantages: jax.Array,
+        mask: jax.Array,
+        *,
+        sequence_ids: jax.Array,
+        num_sequences: int,
+        is_weights: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> PolicyLoss:
+        """See algorithms/policy_losses.py; the token losses are multiplied by the importance weights, if there are
+        any. `key` is needed by losses that choose at random only."""
+        given = {"is_weights": is_weights, "key": key}
+        loss = self.function(
+            logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            sequence_ids=sequence_ids,
+            num_sequences=num_sequences,
+            **{name: value for name, value in given.items() if name in self.optional},
+        )
+        if is_weights is None or "is_weights" in self.optional:
+            return loss
+        weighted = jnp.where(mask.astype(bool), loss.token_loss * is_weights, 0)
+        return loss._replace(token_loss=weighted.astype(loss.token_loss.dtype))
+
+
+def of_config(algorithm: Mapping[str, Any]) -> tuple[BoundLoss, BoundAdvantage]:
+    """The loss and the advantage that a config's algorithm section names, bound to its keys.
+
+    Raises UserError as `loss` and `advantage` do, and for an own constant that neither takes.
     """
-    what = f"config.algorithm.advantage={spec!r}"
-    function = resolve(ADVANTAGES, spec, "config.algorithm.advantage")
-    bound = _bind(function, what, constants, ("rewards", "group_ids", "valid", "num_groups"))
-    returned = _tried(
-        lambda *arrays: bound(*arrays, _GROUPS),
-        (_floats(_SEQUENCES), _integers(_SEQUENCES), _flags(_SEQUENCES)),
-        what,
-        function,
-    )
-    _expect_floats(returned, (_SEQUENCES,), what, "one floating-point number a sequence", "the shape of rewards")
+    own = dict(algorithm["constants"])
+    constants = {**{key: value for key, value in algorithm.items() if key != "constants"}, **own}
+    bound = loss(algorithm["loss"], constants), advantage(algorithm["advantage"], constants)
+    taken = {name for part in bound for name in part.function.keywords}
+    for name in own:
+        if name not in taken:
+            raise UserError(
+                f"config.algorithm.constants.{name} is no argument of config.algorithm.loss={algorithm['loss']!r} or "
+                f"of config.algorithm.advantage={algorithm['advantage']!r}{nearest(name, taken)}"
+            )
     return bound
 
 
-def loss(spec: str, constants: Mapping[str, Any]) -> Callable[..., PolicyLoss]:
+def advantage(spec: str, constants: Mapping[str, Any]) -> BoundAdvantage:
+    """The advantage function that `spec` means, bound to those of `constants` that it names.
+
+    Raises UserError if there is none, if it takes other arguments than algorithms/advantages.py says, fails, or returns
+    anything but Advantages of one floating-point number a token.
+    """
+    what = f"config.algorithm.advantage={spec!r}"
+    function = resolve(ADVANTAGES, spec, "config.algorithm.advantage")
+    bound = _bind(function, what, constants, ("experience",))
+    shape, read = (_ROWS, _TOKENS), set()
+    per_token = ("token_rewards", "old_logprobs", "values", "sum_pi_squared", "is_weights", "process_rewards")
+    arrays: dict[str, Any] = {
+        "rewards": _floats(_SEQUENCES),
+        "group_ids": _integers(_SEQUENCES),
+        "valid": _flags(_SEQUENCES),
+        "sequence_ids": _integers(*shape),
+        "mask": _flags(*shape),
+        **dict.fromkeys(per_token, _floats(*shape)),
+        "baseline_rewards": _floats(_SEQUENCES),
+        "components": _floats(_SEQUENCES, _COMPONENTS),
+        "component_weights": _floats(_COMPONENTS),
+    }
+    in_order = [arrays[name] for name in Experience._fields]
+    returned = _tried(lambda *fields: bound(_watched(read)(*fields)), in_order, what, function)
+    if not isinstance(returned, Advantages):
+        raise UserError(
+            f"{what} must return a jaxrl_llm.algorithms.advantages.Advantages(advantages, returns), got "
+            f"{_kind(returned)}"
+        )
+    for name, value in returned._asdict().items():
+        per_token = f"as {name} one floating-point number a token"
+        _expect_floats(value, shape, what, per_token, "the shape of experience.mask")
+    return BoundAdvantage(bound, frozenset(read))
+
+
+def _watched(read: set[str]) -> type[Experience]:
+    """An Experience that notes which of its fields are looked at."""
+
+    class Watched(Experience):
+        def __getattribute__(self, name: str) -> Any:
+            if name in Experience._fields:
+                read.add(name)
+            return super().__getattribute__(name)
+
+    return Watched
+
+
+def loss(spec: str, constants: Mapping[str, Any]) -> BoundLoss:
     """The loss that `spec` means, bound to those of `constants` that it names.
 
     Raises UserError if there is none, if it takes other arguments than algorithms/policy_losses.py says, fails, has no
@@ -50,14 +147,23 @@ def loss(spec: str, constants: Mapping[str, Any]) -> Callable[..., PolicyLoss]:
     """
     what = f"config.algorithm.loss={spec!r}"
     function = resolve(POLICY_LOSSES, spec, "config.algorithm.loss")
-    keywords = ("sequence_ids", "num_sequences")
-    bound = _bind(function, what, constants, ("logprobs", "old_logprobs", "advantages", "mask"), keywords)
+    optional = frozenset({"is_weights", "key"} & set(signature(function, what).parameters))
+    keywords = ("sequence_ids", "num_sequences", *sorted(optional))
+    bound = BoundLoss(
+        spec,
+        _bind(function, what, constants, ("logprobs", "old_logprobs", "advantages", "mask"), keywords),
+        optional,
+        LOSS_AGGREGATION.get(spec),
+        spec in WHOLE_BATCH_LOSSES,
+    )
     shape = (_ROWS, _TOKENS)
 
-    def called(logprobs: jax.Array, old: jax.Array, advantages: jax.Array, mask: jax.Array, ids: jax.Array) -> Any:
-        return bound(logprobs, old, advantages, mask, sequence_ids=ids, num_sequences=_SEQUENCES)
+    def called(logprobs: jax.Array, *arrays: jax.Array) -> Any:
+        old, advantages, mask, ids, weights = arrays
+        given = {"sequence_ids": ids, "num_sequences": _SEQUENCES, "is_weights": weights, "key": jax.random.key(0)}
+        return bound.function(logprobs, old, advantages, mask, **{name: given[name] for name in keywords})
 
-    arrays = (_floats(*shape), _floats(*shape), _floats(*shape), _flags(*shape), _integers(*shape))
+    arrays = (*[_floats(*shape)] * 3, _flags(*shape), _integers(*shape), _floats(*shape))
     returned = _tried(called, arrays, what, function)
     if not isinstance(returned, PolicyLoss):
         raise UserError(
@@ -79,7 +185,7 @@ def _bind(
     constants: Mapping[str, Any],
     positional: Sequence[str],
     keywords: Sequence[str] = (),
-) -> Callable[..., Any]:
+) -> partial[Any]:
     """Gives a function those constants that it names; UserError unless the arguments that it will be called with are
     then all that it takes."""
     takes = signature(function, what)

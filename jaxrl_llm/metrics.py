@@ -25,7 +25,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
 from jaxrl_llm.output import write_whole
-from jaxrl_llm.types import Rollout, Scored, TrainBatch, UserError
+from jaxrl_llm.types import Scored, TrainBatch, UserError
 
 # Columns of the progress line: title, format, and the metric; of several the first that there is.
 _RL_COLUMNS = (
@@ -74,8 +74,9 @@ def finish(metrics: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
     return {name: float(total) / float(count) for name, (total, count) in pairs.items() if count}
 
 
-def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Lengths and stop reasons of a batch."""
+def rollout_metrics(generated: Sequence[Scored]) -> dict[str, float]:
+    """Lengths and stop reasons of all that was generated for a step."""
+    rollouts = [s.rollout for s in generated]
     responses = np.array([r.response_length for r in rollouts], np.float64)
     prompts = np.array([len(r.prompt.token_ids) for r in rollouts], np.float64)
     cut = np.array([r.stop_reason == "length" for r in rollouts], np.float64)
@@ -87,25 +88,33 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def reward_metrics(scored: Sequence[Scored]) -> dict[str, float]:
-    """The reward, its components, how many samples could not be scored, and how many groups tell nothing."""
-    if all(s.error is None and not s.components for s in scored):
+def reward_metrics(generated: Sequence[Scored], batch: Sequence[Scored]) -> dict[str, float]:
+    """Of all that was generated for a step: the score, its components, how many samples could not be scored, and how
+    many groups tell nothing. Of the batch that is learned from, penalties included: the reward."""
+    if all(s.error is None and not s.components for s in generated):
         return {}  # demonstrations
-    rewards = np.array([s.reward for s in scored if s.reward is not None], np.float64)
-    out = {"reward/failed": float(len(scored) - len(rewards))}
-    if len(rewards):
-        out |= _spread("critic/rewards", rewards) | _spread("critic/score", rewards)
+    scores = _rewards(generated)
+    out = {"reward/failed": float(len(generated) - len(scores))}
+    for name, values in (("critic/score", scores), ("critic/rewards", _rewards(batch))):
+        out |= _spread(name, values) if len(values) else {}
     components: dict[str, list[float]] = defaultdict(list)
     groups: dict[int, list[float]] = defaultdict(list)
-    for s in scored:
+    for s in generated:
         for name, value in s.components.items():
             components[name].append(value)
         if s.reward is not None:
             groups[s.rollout.prompt.uid].append(s.reward)
+    for s in batch:
+        if "overlong" in s.components:  # added after scoring
+            components["overlong"].append(s.components["overlong"])
     out |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in components.items()}
     if groups:
         out["reward/solved_none_or_all"] = float(np.mean([min(g) == max(g) for g in groups.values()]))
     return out
+
+
+def _rewards(scored: Sequence[Scored]) -> np.ndarray:
+    return np.array([s.reward for s in scored if s.reward is not None], np.float64)
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

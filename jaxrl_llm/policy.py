@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import checkpoint, resume
@@ -15,12 +16,12 @@ from jaxrl_llm.checkpoint import DamagedCheckpoint
 from jaxrl_llm.config import Config
 from jaxrl_llm.configs import base
 from jaxrl_llm.data import chat
-from jaxrl_llm.learner import param_shardings
+from jaxrl_llm.learner.trainable import param_shardings
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.decoder import Model, build
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import Reshard
-from jaxrl_llm.sharding.rules import INFERENCE, Rules, tree_shardings
+from jaxrl_llm.sharding.rules import INFERENCE, TRAINING, Rules, tree_shardings
 from jaxrl_llm.types import UserError
 
 
@@ -53,7 +54,14 @@ def model_source(c: Config) -> Source:
 
 
 def decoder(
-    c: Config, source: Source, dtype: str, *, remat: str = "none", rules: Rules | None = None, mesh: Mesh | None = None
+    c: Config,
+    source: Source,
+    dtype: str,
+    *,
+    remat: str = "none",
+    rules: Rules | None = None,
+    mesh: Mesh | None = None,
+    value_head: bool = False,
 ) -> Model:
     """The model's structure, computing in `dtype`, laid out on a mesh by rules where they are given."""
     config = huggingface.decoder_config(source.hf, vocab_pad_multiple=c.model.vocab_pad_multiple)
@@ -63,7 +71,7 @@ def decoder(
             f"config.data.max_prompt_length + config.data.max_response_length = {longest} is longer than the "
             f"{config.max_position} tokens that the model was made for (max_position_embeddings)"
         )
-    return build(config, dtype=dtype, remat=remat, rules=rules, mesh=mesh)
+    return build(config, dtype=dtype, remat=remat, rules=rules, mesh=mesh, value_head=value_head)
 
 
 def initial_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
@@ -72,6 +80,31 @@ def initial_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
     if source.folder is not None:
         return huggingface.load(source.folder, model, shardings)
     return jax.jit(model.init, out_shardings=shardings)(jax.random.key(c.seed))
+
+
+def critic_source(c: Config, source: Source) -> Source:
+    """Where the critic's backbone comes from; its tokenizer is the policy's. Raises UserError if its vocabulary is too
+    small for it."""
+    if not c.critic.path:
+        return source
+    folder = huggingface.find(c.critic.path)
+    hf = huggingface.read_config(folder)
+    if len(source.tokenizer) > hf.get("vocab_size", 0):
+        raise UserError(
+            f"config.critic.path={c.critic.path!r} has a vocabulary of {hf.get('vocab_size')}, the policy's tokenizer "
+            f"{len(source.tokenizer)} tokens: the critic must read the same tokens"
+        )
+    return source._replace(folder=folder, hf=hf)
+
+
+def critic_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
+    """float32 parameters of a critic in the training layout: the folder's backbone (random by config.seed without one)
+    under a value head that says 0."""
+    language_model = decoder(c, source, c.model.dtype, rules=TRAINING, mesh=mesh)
+    shardings = param_shardings(model, mesh)
+    head = jax.jit(lambda: jnp.zeros(model.abstract["value"].shape), out_shardings=shardings["value"])()
+    params = initial_params(c, source, language_model, mesh)
+    return {**{name: params[name] for name in shardings if name != "value"}, "value": head}
 
 
 def any_mesh(model: Model) -> Mesh:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jaxrl_llm.learner import Learner, Metrics
+from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.trainable import Metrics
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine, Sampling
 from jaxrl_llm.sharding.reshard import Reshard

@@ -74,6 +74,7 @@ class Scored:
     reward: float | None
     error: str | None = None
     prediction: str | None = None  # the answer that a reward function extracted, for majority votes
+    baseline: float | None = None  # reward of the greedy answer to the same prompt, where the algorithm asks for it
 
 
 class SequenceBatch(NamedTuple):
@@ -93,6 +94,9 @@ class SequenceBatch(NamedTuple):
     group_ids: jax.Array  # int32 [S]: index of the sequence's prompt
     rewards: jax.Array  # float32 [S]
     valid: jax.Array  # bool [S]: False for sequences without a reward; they are in no row
+    baseline_rewards: jax.Array | None = None  # float32 [S]: reward of the greedy answer to the same prompt (ReMax)
+    components: jax.Array | None = None  # float32 [S, K]: rewards by component (GDPO)
+    component_weights: jax.Array | None = None  # float32 [K]
 
 
 class TrainBatch(NamedTuple):
@@ -101,12 +105,37 @@ class TrainBatch(NamedTuple):
     sequences: SequenceBatch
     old_logprobs: jax.Array  # float32 [A, M, B, T], of the policy before this update, after temperature
     reference_logprobs: jax.Array | None  # float32 [A, M, B, T]; None without a reference
-    advantages: jax.Array  # float32 [A, M, B, T]; 0 where not an action
+    advantages: jax.Array  # float32 [A, M, B, T]; 0 outside the mask
+    mask: jax.Array  # bool [A, M, B, T]: actions that count in the loss: all but those that a correction rejects
+    is_weights: jax.Array | None = None  # float32 [A, M, B, T]: importance weights of the rollout correction
+    values: jax.Array | None = None  # float32 [A, M, B, T], of the critic before this update
+    returns: jax.Array | None = None  # float32 [A, M, B, T]: what the critic should have said
+    sequence_weights: jax.Array | None = None  # int32 [S]: how often each sequence counts (PF-PPO)
 
 
-class TrainState(NamedTuple):
-    """What the optimizer changes. Parameters are float32 masters; the model computes in its own dtype."""
+class ModelState(NamedTuple):
+    """What an optimizer changes. Parameters are float32 masters; the model computes in its own dtype."""
 
     params: Any  # pytree of arrays
     opt_state: Any
     step: jax.Array  # int32 []: optimizer updates made
+
+
+class TrainState(NamedTuple):
+    """All that training changes: the policy, and what an algorithm has beside it."""
+
+    params: Any  # of the policy; these three are its ModelState
+    opt_state: Any
+    step: jax.Array
+    critic: ModelState | None = None  # PPO
+    reward_model: ModelState | None = None  # PRIME
+    kl_coef: jax.Array | None = None  # float32 []: weight of the KL in the reward
+
+    @property
+    def actor(self) -> ModelState:
+        """The policy's state."""
+        return ModelState(self.params, self.opt_state, self.step)
+
+    def with_actor(self, actor: ModelState) -> TrainState:
+        """The state with another policy."""
+        return self._replace(**actor._asdict())

@@ -29,6 +29,7 @@ from jaxrl_llm.models.layers import (
     rms_norm,
     rope_tables,
     rotate,
+    zeros,
 )
 from jaxrl_llm.sharding.rules import Constrain, Rules, constrainer
 
@@ -105,9 +106,11 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
         remat: str = "none",
         constrain: Constrain = lambda x, dims: x,
+        value_head: bool = False,
     ):
         """`dtype`: of activations and of the weights as they are used; parameters are kept as given.
-        `remat`: a key of REMAT. `constrain`: how activations lie on a mesh."""
+        `remat`: a key of REMAT. `constrain`: how activations lie on a mesh. `value_head`: one number a token instead
+        of logits; 0 before it has learned anything."""
         if remat not in REMAT:
             raise ModelError(f"remat {remat!r} is unknown; choose one of {', '.join(REMAT)}")
         self.config, self.dtype, self.remat, self.constrain = config, jnp.dtype(dtype), remat, constrain
@@ -115,7 +118,9 @@ class Decoder(nnx.Module):
         self.embedding = parameter(rngs, table, ("vocab", "embed"), normal(0.02))
         self.layers = Layers(config, rngs)
         self.norm = parameter(rngs, (config.embed,), ("norm",), ones)
-        if not config.tie_embeddings:
+        if value_head:
+            self.value = parameter(rngs, (config.embed,), ("norm",), zeros)
+        elif not config.tie_embeddings:
             self.head = parameter(rngs, table, ("vocab", "embed"), normal(config.embed**-0.5))
 
     def hidden(self, token_ids_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
@@ -175,6 +180,10 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V] of hidden states [..., D]; -inf for the ids that only pad the vocabulary."""
         return head_logits(hidden, self.head_matrix(), self.config.vocab_size)
+
+    def values(self, hidden_BTD: jax.Array) -> jax.Array:
+        """float32 [B, T] of final hidden states: the value head."""
+        return jnp.einsum("BTD,D->BT", hidden_BTD.astype(jnp.float32), self.value[...])
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         return self.constrain(self._table(self.embedding).at[token_ids].get(mode="clip"), _ACTIVATION)
@@ -244,7 +253,7 @@ class Model(NamedTuple):
 
     def init(self, key: jax.Array) -> Any:
         """Random parameters; call it under `jax.jit` with out_shardings."""
-        module = Decoder(self.config, nnx.Rngs(params=key))
+        module = Decoder(self.config, nnx.Rngs(params=key), value_head="value" in self.abstract)
         return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
@@ -255,9 +264,10 @@ def build(
     remat: str = "none",
     rules: Rules | None = None,
     mesh: Mesh | None = None,
+    value_head: bool = False,
 ) -> Model:
     """The decoder's structure; computes nothing. With `rules` and `mesh` its activations are laid out by them."""
-    options: dict[str, Any] = {"dtype": dtype, "remat": remat}
+    options: dict[str, Any] = {"dtype": dtype, "remat": remat, "value_head": value_head}
     if rules is not None and mesh is not None:
         options["constrain"] = constrainer(rules, mesh)
     module = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), **options))

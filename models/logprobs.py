@@ -1,14 +1,25 @@
-"""Log-probabilities and entropies of given tokens, from hidden states, without ever holding all logits.
+"""Log-probabilities, entropies and divergences of given tokens, from hidden states, without ever holding all logits.
 
 Shapes: B rows, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.decoder import head_logits
+
+
+class TokenStats(NamedTuple):
+    """What is known of a token and the distribution that it was drawn from; None where not asked for."""
+
+    logprob: jax.Array  # float32 [...]
+    entropy: jax.Array | None = None  # float32 [...], nats
+    sum_pi_squared: jax.Array | None = None  # float32 [...], sum over the vocabulary of the squared probability
 
 
 def logprob_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -24,6 +35,23 @@ def logprob_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Arra
     return chosen - log_z, log_z - jnp.sum(p * finite, axis=-1)
 
 
+def squared_probabilities(logits: jax.Array) -> jax.Array:
+    """Sum over the vocabulary of the squared probability, float32 [...], of logits [..., V]: 1 / V to 1."""
+    return jnp.sum(jax.nn.softmax(logits.astype(jnp.float32), axis=-1) ** 2, axis=-1)
+
+
+def kl_divergence(logits: jax.Array, reference_logits: jax.Array) -> jax.Array:
+    """KL(policy || reference) = sum_v p_v (log p_v - log q_v), float32 [...], of two logits [..., V].
+
+    What the policy gives no probability, by a logit of -inf or by underflow, adds nothing to it or to its gradient.
+    Equal logits give exactly 0.
+    """
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    log_q = jax.nn.log_softmax(reference_logits.astype(jnp.float32), axis=-1)
+    p = jnp.exp(log_p)
+    return jnp.sum(p * jnp.where(p > 0, log_p - log_q, 0.0), axis=-1)
+
+
 def token_logprobs(
     hidden_BTD: jax.Array,
     head_VD: jax.Array,
@@ -33,35 +61,76 @@ def token_logprobs(
     vocab_size: int,
     temperature: float,
     chunk: int,
-    entropy: bool,
-) -> tuple[jax.Array, jax.Array | None]:
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+) -> TokenStats:
     """Log-probability of every token given those before it in its segment, float32 [B, T], at `temperature`.
 
     Aligned with the token itself: out[b, t] is for token_ids[b, t], read off hidden[b, t - 1]; the first token of a
-    segment, and padding, get 0. With `entropy`, also the entropy of the distribution that the token was drawn from.
-    The head is applied to `chunk` tokens of each row at a time and again in the backward pass, so that at most
-    [B, chunk, V] logits exist.
+    segment, and padding, get 0. With `entropy` and `sum_pi_squared`, also these of the distribution that the token was
+    drawn from. The head is applied to `chunk` tokens of each row at a time and again in the backward pass, so that at
+    most [B, chunk, V] logits exist.
     """
-    B, T = token_ids_BT.shape
-    targets = jnp.roll(token_ids_BT, -1, axis=1)
-    chunk = min(chunk, T)
-    pad = -T % chunk
-    n = (T + pad) // chunk
-    hidden = jnp.pad(hidden_BTD, ((0, 0), (0, pad), (0, 0))).reshape(B, n, chunk, -1).swapaxes(0, 1)
-    targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(B, n, chunk).swapaxes(0, 1)
 
-    @jax.checkpoint
-    def one(hidden_BcD: jax.Array, targets_Bc: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def stats(hidden_BcD: jax.Array, targets_Bc: jax.Array) -> TokenStats:
         logits = head_logits(hidden_BcD, head_VD, vocab_size) / temperature
         logprob, h = logprob_and_entropy(logits, targets_Bc)
-        return logprob, h if entropy else None
+        return TokenStats(logprob, h if entropy else None, squared_probabilities(logits) if sum_pi_squared else None)
 
-    _, parts = jax.lax.scan(lambda _, xs: (None, one(*xs)), None, (hidden, targets))
-    previous = jnp.roll(segment_ids_BT, 1, axis=1).at[:, 0].set(0)
-    has_context = (segment_ids_BT > 0) & (segment_ids_BT == previous)
+    targets_BT = jnp.roll(token_ids_BT, -1, axis=1)
+    return _of_drawn_tokens(stats, (hidden_BTD, targets_BT), segment_ids_BT, chunk)
 
-    def to_tokens(part: jax.Array) -> jax.Array:
-        flat = part.swapaxes(0, 1).reshape(B, n * chunk)[:, :T]
-        return jnp.where(has_context, jnp.roll(flat, 1, axis=1), 0.0)
 
-    return jax.tree.map(to_tokens, parts)
+def exact_kl(
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    reference_hidden_BTD: jax.Array,
+    reference_head_VD: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk: int,
+) -> jax.Array:
+    """KL(policy || reference) over the whole vocabulary, of the distributions that each token was drawn from at
+    `temperature`: float32 [B, T], differentiable in `hidden_BTD` and `head_VD` only.
+
+    Aligned and chunked as `token_logprobs`, 0 where that is; at most two [B, chunk, V] logits exist. The reference may
+    have another width D.
+    """
+    reference_hidden_BTD, reference_head_VD = jax.lax.stop_gradient((reference_hidden_BTD, reference_head_VD))
+
+    def kl(hidden_BcD: jax.Array, reference_BcD: jax.Array) -> jax.Array:
+        logits = head_logits(hidden_BcD, head_VD, vocab_size) / temperature
+        return kl_divergence(logits, head_logits(reference_BcD, reference_head_VD, vocab_size) / temperature)
+
+    return _of_drawn_tokens(kl, (hidden_BTD, reference_hidden_BTD), segment_ids_BT, chunk)
+
+
+def shift_to_tokens(values_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """From what is known at each token to what was known when it was drawn: out[b, t] is values[b, t - 1], and 0 for
+    the first token of a segment and for padding."""
+    previous_BT = jnp.roll(segment_ids_BT, 1, axis=1).at[:, 0].set(0)
+    has_context = (segment_ids_BT > 0) & (segment_ids_BT == previous_BT)
+    return jnp.where(has_context, jnp.roll(values_BT, 1, axis=1), 0)
+
+
+def _of_drawn_tokens(
+    function: Callable[..., Any], inputs: tuple[jax.Array, ...], segment_ids_BT: jax.Array, chunk: int
+) -> Any:
+    """Applies `function`, from pieces [B, chunk, ...] of the inputs [B, T, ...] to arrays [B, chunk], to one piece
+    after the other and anew in the backward pass; its results [B, T] stand at the tokens that were drawn there."""
+    B, T = segment_ids_BT.shape
+    chunk = min(chunk, T)
+    n = -(-T // chunk)
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, n * chunk - T), *((0, 0) for _ in x.shape[2:])))
+        return x.reshape(B, n, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    def join(part: jax.Array) -> jax.Array:
+        return shift_to_tokens(part.swapaxes(0, 1).reshape(B, n * chunk)[:, :T], segment_ids_BT)
+
+    piece = jax.checkpoint(function)
+    _, parts = jax.lax.scan(lambda _, xs: (None, piece(*xs)), None, jax.tree.map(cut, inputs))
+    return jax.tree.map(join, parts)

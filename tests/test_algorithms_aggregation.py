@@ -19,6 +19,7 @@ EXPECTED = {
     "seq-mean-token-sum": 16 / 2,
     "seq-mean-token-mean": (2 + 10) / 2,
     "seq-mean-token-sum-norm": 16 / 2 / 8,
+    "batch-mean-token-mean": (2 + 10) / 3,
 }
 
 
@@ -54,7 +55,7 @@ def micro_batch(values, weights, mask):
 
 def loss_and_gradient(values, mask, ids, mode, micro_batches=1):
     """Adds up micro-batches of rows, and the gradient with respect to the token losses, as training does."""
-    weights = compiled_weights(mode, mask, ids, len(LOSSES), length_norm=8)
+    weights = compiled_weights(mode, mask, ids, len(LOSSES), length_norm=8, batch_sequences=len(LOSSES))
     cuts = zip(*(np.array_split(x, micro_batches) for x in (values, weights, mask)), strict=True)
     losses, gradients = zip(*(micro_batch(*cut) for cut in cuts), strict=True)
     return float(sum(losses)), np.concatenate(gradients)[mask]
@@ -81,9 +82,10 @@ def test_weights_agree_with_a_loop_over_sequences(mode):
         "seq-mean-token-sum": [1 / 2, 1 / 2],
         "seq-mean-token-mean": [1 / 6, 1 / 2],
         "seq-mean-token-sum-norm": [1 / 16, 1 / 16],
+        "batch-mean-token-mean": [1 / 9, 1 / 3],
     }[mode]
     expected = np.where(mask, np.array([*per_sequence, 0, 0])[ids], 0)
-    function = functools.partial(token_weights, mode, num_sequences=3, length_norm=8)
+    function = functools.partial(token_weights, mode, num_sequences=3, length_norm=8, batch_sequences=3)
     for weights_of in (function, jax.jit(function)):
         weights = weights_of(jnp.asarray(mask), jnp.asarray(ids))
         assert weights.dtype == jnp.float32
@@ -104,18 +106,26 @@ def test_mini_batches_are_normalised_each_on_its_own_under_vmap(mode):
     # Sequences 0 and 1 in the first mini-batch, sequence 2 in the second. [A, M, B, T] = [2, 1, 2, 2].
     ids = jnp.array([[[[0, 0], [1, 3]]], [[[2, 2], [3, 3]]]])
     mask = ids < 3
-    weights = jax.jit(jax.vmap(lambda m, i: token_weights(mode, m, i, 3, length_norm=8)))(mask, ids)
+    weights = jax.jit(
+        jax.vmap(functools.partial(token_weights, mode, num_sequences=3, length_norm=8, batch_sequences=2))
+    )(mask, ids)
     for index in range(2):
-        alone = compiled_weights(mode, mask[index], ids[index], 3, length_norm=8)
+        alone = compiled_weights(mode, mask[index], ids[index], 3, length_norm=8, batch_sequences=2)
         np.testing.assert_array_equal(weights[index], alone)
-    assert float(weights[1].sum()) == {"token-sum": 2, "seq-mean-token-sum": 2}.get(
-        mode, 0.25 if mode == "seq-mean-token-sum-norm" else 1
-    )
+    total = {
+        "token-mean": 1,
+        "token-sum": 2,
+        "seq-mean-token-sum": 2,
+        "seq-mean-token-mean": 1,
+        "seq-mean-token-sum-norm": 0.25,
+        "batch-mean-token-mean": 0.5,
+    }
+    assert float(weights[1].sum()) == total[mode]
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_a_mini_batch_without_valid_tokens_has_weights_zero(mode):
-    weights = token_weights(mode, jnp.zeros((2, 3)), jnp.full((2, 3), 4), 4, length_norm=8)
+    weights = token_weights(mode, jnp.zeros((2, 3)), jnp.full((2, 3), 4), 4, length_norm=8, batch_sequences=4)
     np.testing.assert_array_equal(weights, np.zeros((2, 3)))
 
 
@@ -156,3 +166,8 @@ def test_an_unknown_mode_is_refused_with_all_names():
 def test_length_norm_is_asked_for():
     with pytest.raises(UserError, match=r"length_norm: expected a number of tokens, got None"):
         token_weights("seq-mean-token-sum-norm", jnp.ones(1), jnp.zeros(1, jnp.int32), 1)
+
+
+def test_the_number_of_sequences_of_the_batch_is_asked_for():
+    with pytest.raises(UserError, match=r"batch_sequences: expected a number of sequences, got None"):
+        token_weights("batch-mean-token-mean", jnp.ones(1), jnp.zeros(1, jnp.int32), 1)

@@ -7,7 +7,7 @@ import pytest
 from verl_golden import BATCHES, assert_close, cases, layouts, precision, programs
 
 from jaxrl_llm.algorithms.aggregation import token_weights
-from jaxrl_llm.algorithms.kl import KL_ESTIMATORS, kl_penalty
+from jaxrl_llm.algorithms.kl import KL_ESTIMATORS, adapted_coefficient, kl_penalty
 from jaxrl_llm.types import UserError
 
 
@@ -125,3 +125,23 @@ def test_equal_policies_are_not_pushed_apart(estimator):
 def test_an_unknown_estimator_is_refused_with_all_names():
     with pytest.raises(UserError, match=r"KL estimator 'low_var'; expected one of k1.*low_var_kl"):
         kl_penalty(jnp.zeros(1), jnp.zeros(1), "low_var")
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [(6.0, 1), (6.6, 1 + 0.1 * 0.0256), (60.0, 1 + 0.2 * 0.0256), (5.4, 1 - 0.1 * 0.0256), (0.0, 1 - 0.2 * 0.0256)],
+)
+@pytest.mark.parametrize("adapted", [adapted_coefficient, jax.jit(adapted_coefficient)])
+def test_the_coefficient_follows_the_divergence_within_a_fifth_per_horizon(adapted, kl, factor):
+    with jax.enable_x64(True):
+        coefficient = adapted(0.2, kl, target=6.0, horizon=10000, num_sequences=256)
+    assert float(coefficient) == pytest.approx(0.2 * factor, rel=1e-12)
+
+
+def test_the_coefficient_is_one_float32_number_after_any_number_of_steps():
+    coefficient = 0.2
+    for _ in range(10):
+        coefficient = adapted_coefficient(coefficient, 60.0, target=6.0, horizon=1000, num_sequences=jnp.array(100))
+    assert coefficient.dtype == jnp.float32
+    assert coefficient.shape == ()
+    assert float(coefficient) == pytest.approx(0.2 * 1.02**10, rel=1e-6)

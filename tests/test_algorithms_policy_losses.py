@@ -1,3 +1,7 @@
+import functools
+import inspect
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,52 +12,80 @@ from verl_golden import (
     assert_close,
     cases,
     layouts,
+    packed,
+    padded,
     precision,
     programs,
 )
 
 from jaxrl_llm.algorithms import aggregation
-from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES, sft, vanilla
+from jaxrl_llm.algorithms.policy_losses import LOSS_AGGREGATION, POLICY_LOSSES, WHOLE_BATCH_LOSSES, PolicyLoss
+from jaxrl_llm.types import UserError
 
-CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+CONSTANTS = {
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.2,
+    "clip_ratio_c": 3.0,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+    "clip_cov_ratio": 0.2,
+    "clip_cov_lb": 0.3,
+    "clip_cov_ub": 5.0,
+    "kl_cov_ratio": 0.2,
+    "ppo_kl_coef": 0.5,
+    "dro_beta": 0.5,
+}
+GOLDEN = sorted(POLICY_LOSSES.keys() - {"reinforce", "sft"})
+RATIOS, ADVANTAGES = [5.0, 5, 0.5, 0.5, 2, 1.1], [-1.0, 1, 1, -1, -1, 2]
 
 
-def weighted_vanilla(logprobs, old, advantages, mask, ids, weights, clip):
+def called(name, logprobs, old, advantages, mask, ids, *, num_sequences=NUM_SEQUENCES, is_weights=None, **constants):
+    """The loss with those of `constants` that it names, and with the importance weights applied."""
+    function = POLICY_LOSSES[name]
+    offered = {"key": jax.random.key(0), "is_weights": is_weights} | CONSTANTS | constants
+    taken = {key: value for key, value in offered.items() if key in inspect.signature(function).parameters}
+    loss = function(logprobs, old, advantages, mask, sequence_ids=ids, num_sequences=num_sequences, **taken)
+    if is_weights is None or "is_weights" in taken:
+        return loss
+    return loss._replace(token_loss=jnp.where(mask, loss.token_loss * is_weights, 0))
+
+
+def weighted(logprobs, old, advantages, mask, ids, weights, constants, *, name):
     """Loss and metrics as a training step makes them."""
-    loss = vanilla(logprobs, old, advantages, mask, sequence_ids=ids, num_sequences=NUM_SEQUENCES, **clip)
+    loss = called(name, logprobs, old, advantages, mask, ids, **constants)
     return jnp.sum(weights * loss.token_loss), loss.metrics
 
 
-eager = (jax.value_and_grad(weighted_vanilla, has_aux=True), aggregation.token_weights)
-compiled_programs = (
-    jax.jit(eager[0]),
-    jax.jit(aggregation.token_weights, static_argnames=("mode", "num_sequences")),
-)
+gradient_of = functools.cache(lambda name: jax.value_and_grad(functools.partial(weighted, name=name), has_aux=True))
+compiled_gradient_of = functools.cache(lambda name: jax.jit(gradient_of(name)))
+compiled_weights = jax.jit(aggregation.token_weights, static_argnames=("mode", "num_sequences"))
 
 
 @programs
 @layouts
-@pytest.mark.parametrize("case", cases("policy_loss", "vanilla"))
-def test_vanilla_agrees_with_verl(case, layout, compiled, dtype):
-    batch = BATCHES[case["batch"]]
+@pytest.mark.parametrize("case", cases("policy_loss", *GOLDEN))
+def test_losses_gradients_and_metrics_agree_with_verl(case, layout, compiled, dtype):
+    name, batch = case["name"], BATCHES[case["batch"]]
     rows, width = batch["mask"].shape
     tokens = layout(batch)
-    mode = case["aggregation"]
-    gradient_of, weights_of = compiled_programs if compiled else eager
     with precision(dtype):
         mask, ids = jnp.asarray(tokens.mask), jnp.asarray(tokens.sequence_ids)
         inputs = [
             jnp.asarray(tokens.place(x, dtype)) for x in (batch["logprobs"], batch["old_logprobs"], case["advantages"])
         ]
-        weights = weights_of(mode, mask, ids, num_sequences=NUM_SEQUENCES, length_norm=width)
-        if mode == "seq-mean-token-mean":
-            # verl divides by n + 1e-8, where 1e-9 is asked for here.
-            lengths = np.append(batch["mask"].sum(1), np.zeros(NUM_SEQUENCES + 1 - rows))
-            weights = weights * (lengths / (lengths + 1e-8)).astype(dtype)[ids]
+        weights = (compiled_weights if compiled else aggregation.token_weights)(
+            LOSS_AGGREGATION.get(name, case["aggregation"]),
+            mask,
+            ids,
+            num_sequences=NUM_SEQUENCES,
+            length_norm=width,
+            batch_sequences=rows,
+        )
+        constants = {key: value for key, value in case["params"].items() if key != "clip_ratio"}
         if case["use_is_weights"]:
-            weights = jnp.where(mask, weights * tokens.place(batch["is_weights"], dtype), 0)
-        clip = {name: case["params"][name] for name in CLIP}
-        (loss, metrics), gradient = gradient_of(*inputs, mask, ids, weights, clip)
+            constants["is_weights"] = jnp.asarray(tokens.place(batch["is_weights"], dtype))
+        call = (compiled_gradient_of if compiled else gradient_of)(name)
+        (loss, metrics), gradient = call(*inputs, mask, ids, weights, constants)
     assert_close(loss, case["loss"], dtype)
     assert_close(tokens.take(gradient), case["grad_logprobs"], dtype)
     assert metrics.keys() == {f"actor/{name}" for name in case["metrics"]}
@@ -63,57 +95,289 @@ def test_vanilla_agrees_with_verl(case, layout, compiled, dtype):
         assert_close(total / (count + 1e-8), expected, dtype)
 
 
-compiled_vanilla = jax.jit(vanilla, static_argnames="num_sequences")
+def test_every_case_of_verl_is_compared():
+    assert len(cases("policy_loss", *GOLDEN)) == 170
 
 
-def one_row(ratios, advantages):
-    ratios = np.array(ratios, np.float32)
-    return compiled_vanilla(
-        np.log(ratios),
-        np.zeros_like(ratios),
-        np.array(advantages, np.float32),
-        np.ones(ratios.shape, bool),
-        sequence_ids=np.zeros(ratios.shape, np.int32),
-        num_sequences=1,
-        **CLIP,
-    )
+@functools.cache
+def one_sequence(name):
+    """The loss and its gradient for one sequence, as a function of logprobs [T]; old log-probs are 0 if not given."""
+
+    def total(logprobs, advantages, old=None, **constants):
+        shape = logprobs.shape
+        old = jnp.zeros(shape) if old is None else old
+        ids = jnp.zeros(shape, jnp.int32)
+        loss = called(name, logprobs, old, advantages, jnp.ones(shape), ids, num_sequences=1, **constants)
+        return loss.token_loss.sum(), loss
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
+def of_ratios(name, ratios, advantages, **constants):
+    logs, advantages = np.log(np.array(ratios, np.float32)), np.array(advantages, np.float32)
+    (_, loss), gradient = one_sequence(name)(logs, advantages, **constants)
+    return loss, gradient
+
+
+def means(loss):
+    return {name: float(total / count) for name, (total, count) in loss.metrics.items()}
 
 
 def test_vanilla_clips_each_sign_of_advantage_on_its_own_side():
-    loss = one_row([5.0, 5, 0.5, 0.5, 2, 1.1], [-1.0, 1, 1, -1, -1, 2])
+    loss, _ = of_ratios("vanilla", RATIOS, ADVANTAGES)
     np.testing.assert_allclose(loss.token_loss, [3.0, -1.2, -0.5, 0.8, 2.0, -2.2], rtol=1e-6)
-    metrics = {name: float(total / count) for name, (total, count) in loss.metrics.items()}
-    assert metrics["actor/pg_clipfrac"] == pytest.approx(2 / 6)
-    assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(1 / 6)
-    assert metrics["actor/ppo_kl"] == pytest.approx(-np.log([5, 5, 0.5, 0.5, 2, 1.1]).mean(), rel=1e-6)
-
-
-@jax.value_and_grad
-def total_vanilla(logprobs, advantages, clip):
-    loss = vanilla(
-        logprobs,
-        jnp.zeros(logprobs.shape),
-        advantages,
-        jnp.ones(logprobs.shape),
-        sequence_ids=jnp.zeros(logprobs.shape, jnp.int32),
-        num_sequences=1,
-        **clip,
+    assert means(loss) == pytest.approx(
+        {
+            "actor/pg_clipfrac": 2 / 6,
+            "actor/pg_clipfrac_lower": 1 / 6,
+            "actor/ppo_kl": -np.log(RATIOS).mean(),
+        },
+        rel=1e-6,
     )
-    return loss.token_loss.sum()
 
 
 def test_vanilla_has_no_gradient_where_a_clip_holds():
     # A ratio too high for A > 0, too low for A < 0, past the dual clip; the last one is inside all of them.
-    logprobs = np.log(np.array([1.5, 0.5, 4.0, 1.1], np.float32))
-    _, gradient = jax.jit(total_vanilla)(logprobs, np.array([1.0, -1, -1, 1], np.float32), CLIP)
+    _, gradient = of_ratios("vanilla", [1.5, 0.5, 4.0, 1.1], [1.0, -1, -1, 1])
     np.testing.assert_allclose(gradient, [0, 0, 0, -1.1], rtol=1e-6)
 
 
 def test_vanilla_clamps_the_log_ratio_at_20():
-    clip = CLIP | {"clip_ratio_c": 1e12}
-    loss, gradient = jax.jit(total_vanilla)(np.array([100.0, 0], np.float32), -np.ones(2, np.float32), clip)
+    (loss, _), gradient = one_sequence("vanilla")(np.array([100.0, 0], np.float32), -np.ones(2), clip_ratio_c=1e12)
     assert loss == pytest.approx(np.exp(20) + 1, rel=1e-6)
     np.testing.assert_allclose(gradient, [0, 1])
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    loss, gradient = of_ratios("cispo", [5.0, 0.5, 1.1], [1.0, -1, 2])
+    np.testing.assert_allclose(gradient, [-1.2, 0.8, -2.2], rtol=1e-6)
+    np.testing.assert_allclose(loss.token_loss, [-1.2 * np.log(5), 0.8 * np.log(0.5), -2.2 * np.log(1.1)], rtol=1e-5)
+    assert means(loss)["actor/pg_clipfrac"] == pytest.approx(2 / 3)
+
+
+def test_sapo_fades_by_the_temperature_of_the_sign():
+    loss, gradient = of_ratios("sapo", [1.0, 3, 3], [1.0, 1, -1], tau_pos=1.0, tau_neg=2.0)
+    gates = np.array([0.5, 1 / (1 + np.exp(-2)), 1 / (1 + np.exp(-4))])
+    np.testing.assert_allclose(loss.token_loss, [-2, -4 * gates[1], 2 * gates[2]], rtol=1e-6)
+    slopes = 4 * gates * (1 - gates) * [1, 3, 3]
+    np.testing.assert_allclose(gradient, slopes * [-1, -1, 1], rtol=1e-5)
+
+
+def test_gspo_has_one_ratio_a_sequence_whatever_the_padding():
+    log_ratios = [0.3, -0.1, 0.4, 5.0]
+    wide = np.array([*log_ratios, 5.0], np.float32)
+    for row in (wide[:4], wide):
+        mask = np.arange(len(row)) < 3
+        ids = np.where(mask, 0, 1).astype(np.int32)
+        loss = called("gspo", row, 0 * row, 0 * row - 1, mask, ids, num_sequences=1)
+        np.testing.assert_allclose(loss.token_loss, np.where(mask, 1.221402758, 0), rtol=1e-6)
+
+
+def test_gspo_sends_the_gradient_of_the_papers_sequence_loss():
+    logs, old = np.array([0.05, -0.02, 0.01], np.float32), np.zeros(3, np.float32)
+    _, gradient = one_sequence("gspo")(logs, 2 * np.ones(3, np.float32), old)
+    expected = jax.grad(lambda x: -2 * jnp.exp(x.mean()))(logs)
+    np.testing.assert_allclose(gradient / 3, expected, rtol=1e-6)
+
+
+def test_geo_mean_bounds_each_log_ratio_and_ignores_advantages_outside_the_mask():
+    logs = np.array([0.1, 0.5, -0.3, 7], np.float32)
+    for outside in (0, 10):
+        advantages = np.array([2, 2, 2, outside], np.float32)
+        mask, ids = np.array([1, 1, 1, 0]), np.array([0, 0, 0, 0])
+        loss = called("geo_mean", logs, 0 * logs, advantages, mask, ids, num_sequences=1)
+        np.testing.assert_allclose(loss.token_loss, [-2.0] * 3 + [0], atol=1e-6)  # (0.1 + 0.2 - 0.3) / 3 = 0
+        assert means(loss)["actor/pg_clipfrac"] == pytest.approx(2 / 3)
+
+
+def test_geo_mean_takes_the_geometric_mean_of_importance_weights():
+    zeros, ids = jnp.zeros(2), jnp.zeros(2, jnp.int32)
+    weights = jnp.array([0.5, 8])
+    loss = called("geo_mean", zeros, zeros, zeros + 1, zeros + 1, ids, num_sequences=1, is_weights=weights)
+    np.testing.assert_allclose(loss.token_loss, [-2, -2], rtol=1e-6)
+
+
+def test_dppo_tv_leaves_the_trust_region_by_probabilities():
+    # p_old and p: up by 0.3 and by 0.1; down by 0.3 and by 0.1; a large ratio of small probabilities stays inside.
+    old, new = np.array([0.2, 0.2, 0.6, 0.6, 1e-3], np.float32), np.array([0.5, 0.3, 0.3, 0.5, 0.1], np.float32)
+    for sign, inside in ((1.0, [0, 1, 1, 1, 1]), (-1.0, [1, 1, 0, 1, 1])):
+        advantages = np.full(5, sign, np.float32)
+        (_, loss), gradient = one_sequence("dppo_tv")(np.log(new), advantages, np.log(old), clip_ratio_c=20.0)
+        np.testing.assert_allclose(gradient, -sign * np.array(inside) * np.minimum(new / old, 20), rtol=1e-5)
+        assert means(loss)["actor/pg_clipfrac"] == pytest.approx(1 / 5)
+        assert means(loss)["actor/pg_clipfrac_lower"] == pytest.approx(1 / 5)
+
+
+def test_dppo_kl_leaves_the_trust_region_by_the_binary_divergence():
+    old, new = np.array([0.2, 0.2, 0.6, 0.6], np.float32), np.array([0.5, 0.3, 0.3, 0.5], np.float32)
+    divergences = old * np.log(old / new) + (1 - old) * np.log((1 - old) / (1 - new))
+    np.testing.assert_array_equal(divergences > 0.1, [True, False, True, False])
+    bounds = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}
+    for sign, inside in ((1.0, [0, 1, 1, 1]), (-1.0, [1, 1, 0, 1])):
+        advantages = np.full(4, sign, np.float32)
+        (_, loss), gradient = one_sequence("dppo_kl")(np.log(new), advantages, np.log(old), **bounds)
+        np.testing.assert_allclose(gradient, -sign * np.array(inside) * new / old, rtol=1e-5)
+        assert means(loss)["actor/pg_clipfrac"] == pytest.approx(1 / 4)
+
+
+def test_dppo_kl_takes_a_log_prob_that_rounding_put_above_0():
+    logs = np.array([1e-7, 1e-7], np.float32)
+    (_, loss), gradient = one_sequence("dppo_kl")(logs, np.ones(2, np.float32), np.array([0, -1e-6], np.float32))
+    np.testing.assert_allclose(gradient, [-1, -1], rtol=1e-5)
+    assert means(loss)["actor/pg_clipfrac"] == 0
+
+
+def test_dro_pulls_the_log_ratio_towards_the_advantage():
+    # The regression's gradient is 0 at log_ratio = A / beta.
+    (_, loss), gradient = one_sequence("dro")(np.array([4.0, 1]), np.array([2.0, 2]), dro_beta=0.5)
+    np.testing.assert_allclose(gradient, [0, -1.5])
+    np.testing.assert_allclose(loss.token_loss, [-8 + 0.25 * 16, -2 + 0.25])
+
+
+@pytest.mark.parametrize("name", ["gpg", "reinforce"])
+def test_plain_policy_gradients_have_no_ratio(name):
+    (_, loss), gradient = one_sequence(name)(np.array([-1.0, -3]), np.array([2.0, -1]), np.array([-2.0, -2]))
+    np.testing.assert_array_equal(gradient, [-2, 1])
+    np.testing.assert_array_equal(loss.token_loss, [2, -3])
+    assert means(loss) == ({"actor/ppo_kl": 0} if name == "reinforce" else {})
+
+
+def test_reinforce_reports_the_divergence_from_the_sampler():
+    (_, loss), _ = one_sequence("reinforce")(np.array([-1.0, -3]), np.ones(2), np.array([-1.5, -1]))
+    assert means(loss) == {"actor/ppo_kl": pytest.approx((-0.5 + 2) / 2)}
+
+
+@layouts
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"sft"}))
+def test_the_first_gradient_is_the_policy_gradient(name, layout):
+    """Where the policy is still the old one, every loss sends -A, times the token's weights."""
+    batch = BATCHES["uneven"]
+    tokens, rows = layout(batch), len(batch["mask"])
+    mask, ids = jnp.asarray(tokens.mask), jnp.asarray(tokens.sequence_ids)
+    mode = LOSS_AGGREGATION.get(name, "token-mean")
+    weights = aggregation.token_weights(mode, mask, ids, NUM_SEQUENCES, batch_sequences=rows)
+    # One number a sequence, as the losses of whole sequences expect; one of them is 0.
+    per_sequence, importance = np.arange(rows)[:, None] - 4.0, 0.5 + np.arange(rows)[:, None] / rows
+    spread = np.ones_like(batch["mask"])
+    logprobs, advantages, is_weights = (
+        jnp.asarray(tokens.place(x, "float32")) for x in (batch["logprobs"], per_sequence * spread, importance * spread)
+    )
+    constants = {"is_weights": is_weights, "clip_cov_lb": 1e6, "clip_cov_ub": 1e7}
+    _, gradient = compiled_gradient_of(name)(logprobs, logprobs, advantages, mask, ids, weights, constants)
+    expected = -tokens.take(jnp.where(mask, weights, 0)) * per_sequence * importance
+    assert_close(tokens.take(gradient), expected, "float32")
+
+
+def random_tokens(layout, batch="even"):
+    """The tokens of a batch with unlike advantages and no clip: all covariances are different."""
+    tokens = layout(BATCHES[batch])
+    logprobs = tokens.place(BATCHES[batch]["logprobs"], "float32")
+    advantages = np.sin(7 * logprobs)
+    return tokens, (jnp.asarray(logprobs), jnp.asarray(logprobs), jnp.asarray(advantages))
+
+
+@functools.cache
+def compiled_chosen(name):
+    def chosen(logprobs, old, advantages, mask, ids, constants):
+        loss = called(name, logprobs, old, advantages, mask, ids, **constants)
+        plain = jnp.where(mask, -advantages * jnp.exp(logprobs - old), 0)
+        return (loss.token_loss != plain), loss.metrics
+
+    return jax.jit(chosen)
+
+
+def chosen_by(name, layout, batch="even", moved=0.0, **constants):
+    """bool [rows, width] of the batch: the tokens that are not left with their plain loss."""
+    tokens, (logprobs, old, advantages) = random_tokens(layout, batch)
+    chosen, metrics = compiled_chosen(name)(
+        logprobs + moved, old, advantages, jnp.asarray(tokens.mask), jnp.asarray(tokens.sequence_ids), constants
+    )
+    return tokens.take(chosen), metrics
+
+
+def covariances(batch):
+    mask = BATCHES[batch]["mask"] > 0
+    logprobs = BATCHES[batch]["logprobs"].astype(np.float32)
+    advantages = np.sin(7 * logprobs)
+    return np.where(mask, (advantages - advantages[mask].mean()) * (logprobs - logprobs[mask].mean()), np.nan)
+
+
+BOUNDS = {"clip_cov_lb": 0.0, "clip_cov_ub": 10.0}
+
+
+def test_clip_cov_draws_its_quota_among_the_candidates_whatever_the_layout():
+    candidates = covariances("even") > 0
+    assert candidates.sum() > 8
+    for seed in range(3):
+        constants = BOUNDS | {"clip_cov_ratio": 0.2, "key": jax.random.key(seed)}
+        drawn, metrics = chosen_by("clip_cov", padded, **constants)
+        assert drawn.sum() == 8  # of 40 tokens
+        assert candidates[drawn].all()
+        assert metrics["actor/pg_clipfrac"] == (8, 40)
+        np.testing.assert_array_equal(chosen_by("clip_cov", packed, **constants)[0], drawn)
+
+
+def test_clip_cov_draws_each_candidate_for_some_key_and_all_alike():
+    candidates = covariances("even") > 0
+    keys = [jax.random.key(seed) for seed in range(200)]
+    drawn = sum(chosen_by("clip_cov", padded, key=key, clip_cov_ratio=0.2, **BOUNDS)[0].astype(int) for key in keys)
+    expected = 200 * 8 / candidates.sum()
+    assert (drawn[~candidates] == 0).all()
+    assert drawn[candidates].min() > 0.75 * expected
+    assert drawn[candidates].max() < 1.25 * expected
+
+
+def test_clip_cov_draws_all_candidates_within_its_quota_and_at_least_one():
+    candidates = covariances("even") > 0
+    drawn, _ = chosen_by("clip_cov", padded, clip_cov_ratio=1.0, **BOUNDS)
+    np.testing.assert_array_equal(drawn, candidates)
+    drawn, _ = chosen_by("clip_cov", padded, clip_cov_ratio=1e-6, **BOUNDS)
+    assert drawn.sum() == 1
+
+
+def test_clip_cov_leaves_alone_what_is_clipped_already():
+    loss, gradient = of_ratios("clip_cov", [1.5, 1.5], [2.0, -2], clip_cov_lb=-1e3, clip_cov_ub=1e3, clip_cov_ratio=1.0)
+    np.testing.assert_allclose(loss.token_loss, [-2.4, 0], rtol=1e-6)
+    np.testing.assert_array_equal(gradient, [0, 0])
+    assert means(loss)["actor/pg_clipfrac"] == 0.5
+
+
+def test_clip_cov_asks_for_a_key():
+    one, ids = jnp.ones(1), jnp.zeros(1, jnp.int32)
+    with pytest.raises(UserError, match=r"clip_cov .*expected key.*got None"):
+        called("clip_cov", one, one, one, one, ids, num_sequences=1, key=None)
+
+
+@layouts
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_kl_cov_holds_exactly_the_tokens_of_highest_covariance(batch, layout, ratio):
+    values = covariances(batch).ravel()
+    count = max(1, int(BATCHES[batch]["mask"].sum() * ratio))
+    highest = np.argsort(np.where(np.isnan(values), np.inf, -values))[:count]
+    held, _ = chosen_by("kl_cov", layout, batch, moved=0.1, kl_cov_ratio=ratio)
+    np.testing.assert_array_equal(np.flatnonzero(held), np.sort(highest))
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0, 1]])
+@pytest.mark.parametrize("advantage", [0.0, 0.1])
+def test_kl_cov_breaks_ties_by_sequence_then_place(rows, advantage):
+    # Equal advantages have no covariance. Sequences 0, 1 and 2 in any order of rows.
+    ids = jnp.array(rows)[:, None] + jnp.zeros((1, 3), jnp.int32)
+    logprobs = -1.0 - jnp.arange(9.0).reshape(3, 3)[jnp.array(rows)]
+    loss = called(
+        "kl_cov", logprobs, logprobs - 1, 0 * logprobs + advantage, ids < 3, ids, num_sequences=3, kl_cov_ratio=5 / 9
+    )
+    held = loss.token_loss - -advantage * np.exp(1) > 0.25
+    expected = {0: [True] * 3, 1: [True, True, False], 2: [False] * 3}
+    np.testing.assert_array_equal(held, [expected[row] for row in rows])
+
+
+def test_kl_cov_penalises_moving_away_in_either_direction():
+    loss, gradient = of_ratios("kl_cov", [2.0, 0.5], [0.0, 0], kl_cov_ratio=1.0, ppo_kl_coef=0.3)
+    np.testing.assert_allclose(loss.token_loss, 0.3 * np.log([2, 2]), rtol=1e-6)
+    np.testing.assert_allclose(gradient, [0.3, -0.3], rtol=1e-6)
+    assert means(loss)["actor/ppo_kl"] == pytest.approx(np.log(2))
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -122,37 +386,56 @@ def test_masked_and_padding_tokens_cannot_poison_loss_or_gradient(name, poison):
     # Token 1 is masked. Token 3 is padding: its mask is not believed.
     mask = jnp.array([1, 0, 1, 1])
     ids = jnp.array([0, 0, 0, 1])
-    constants = CLIP if name == "vanilla" else {}
     clean = jnp.array([-1.0, 0, -2, 0])
     poisoned = jnp.array([-1.0, poison, -2, poison])
 
     def total(logprobs, others):
-        loss = POLICY_LOSSES[name](logprobs, others * 0.9, others, mask, sequence_ids=ids, num_sequences=1, **constants)
-        return loss.token_loss.sum(), loss
+        loss = called(name, logprobs, others * 0.9, others, mask, ids, num_sequences=1, is_weights=-others)
+        return jnp.where(ids < 1, loss.token_loss, 0).sum(), loss
 
     (_, loss), gradient = jax.value_and_grad(total, has_aux=True)(poisoned, poisoned)
     (_, expected), expected_gradient = jax.value_and_grad(total, has_aux=True)(clean, clean)
     np.testing.assert_array_equal(gradient, expected_gradient)
     np.testing.assert_array_equal(gradient[jnp.array([1, 3])], 0)
-    np.testing.assert_array_equal(loss.token_loss, expected.token_loss)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(loss.token_loss[:3], expected.token_loss[:3])
     jax.tree.map(np.testing.assert_array_equal, loss.metrics, expected.metrics)
     assert all(count == 2 for _, count in loss.metrics.values())
 
 
-def test_metrics_of_micro_batches_add_up_to_those_of_the_whole():
-    ratios, advantages = [5.0, 5, 0.5, 0.5, 2, 1.1], [-1.0, 1, 1, -1, -1, 2]
-    whole = one_row(ratios, advantages).metrics
-    parts = [one_row(ratios[cut], advantages[cut]).metrics for cut in (slice(0, 1), slice(1, 6))]
-    for name, (total, count) in whole.items():
-        assert sum(part[name][0] for part in parts) == pytest.approx(float(total), rel=1e-6)
-        assert sum(part[name][1] for part in parts) == count == 6
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_no_token_makes_no_loss_and_no_metric(name):
+    nothing = jnp.full((2, 3), jnp.nan)
+    ids = jnp.full((2, 3), 4)
+    loss = called(name, nothing, nothing, nothing, jnp.zeros((2, 3)), ids, num_sequences=4)
+    np.testing.assert_array_equal(loss.token_loss, 0)
+    assert all(pair == (0, 0) for pair in loss.metrics.values())
 
 
-def test_bfloat16_logprobs_give_a_float32_loss():
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - WHOLE_BATCH_LOSSES))
+def test_micro_batches_add_up_to_the_whole(name):
+    batch = BATCHES["even"]
+    arrays = [batch[key].astype(np.float32) for key in ("logprobs", "old_logprobs", "values", "mask")]
+    ids = np.broadcast_to(np.arange(len(batch["mask"]))[:, None], batch["mask"].shape)
+    whole, *parts = (called(name, *(x[cut] for x in [*arrays, ids])) for cut in (slice(0, 8), slice(0, 3), slice(3, 8)))
+    token_loss = np.concatenate([part.token_loss for part in parts])
+    np.testing.assert_allclose(token_loss, whole.token_loss, rtol=1e-6, atol=1e-7)
+    for metric, index in itertools.product(whole.metrics, (0, 1)):
+        total = sum(float(part.metrics[metric][index]) for part in parts)
+        assert total == pytest.approx(float(whole.metrics[metric][index]), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_bfloat16_inputs_give_a_float32_loss(name):
     half = jnp.array([-1.0, -2.0], jnp.bfloat16)
-    loss = vanilla(half, half, half, jnp.ones(2), sequence_ids=jnp.zeros(2, jnp.int32), num_sequences=1, **CLIP)
-    assert loss.token_loss.dtype == jnp.float32
-    assert {part.dtype for part in jax.tree.leaves(loss.metrics)} == {jnp.dtype("float32")}
+    loss = called(name, half, half, half, jnp.ones(2), jnp.zeros(2, jnp.int32), num_sequences=1)
+    assert isinstance(loss, PolicyLoss)
+    assert {part.dtype for part in jax.tree.leaves(loss)} == {jnp.dtype("float32")}
+
+
+def test_what_asks_for_its_own_aggregation_or_the_whole_batch_is_a_loss():
+    assert LOSS_AGGREGATION.keys() | WHOLE_BATCH_LOSSES <= POLICY_LOSSES.keys()
+    assert set(LOSS_AGGREGATION.values()) <= set(aggregation.AGGREGATIONS)
 
 
 def test_sft_is_the_mean_negative_log_likelihood_of_the_masked_tokens():
@@ -162,7 +445,7 @@ def test_sft_is_the_mean_negative_log_likelihood_of_the_masked_tokens():
     ids = jnp.array([0, 0, 0, 0, 1])
 
     def mean(logprobs):
-        loss = sft(logprobs, None, None, mask, sequence_ids=ids, num_sequences=1)
+        loss = POLICY_LOSSES["sft"](logprobs, None, None, mask, sequence_ids=ids, num_sequences=1)
         return jnp.sum(aggregation.token_weights("token-mean", mask, ids, 1) * loss.token_loss)
 
     loss, gradient = jax.value_and_grad(mean)(logprobs)

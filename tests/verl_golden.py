@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from jaxrl_llm.algorithms.experience import Experience
 
 _FILE = json.loads((Path(__file__).parent / "golden" / "verl_core_algos.json").read_text())
 NUM_SEQUENCES = 9  # of the largest batch; smaller ones leave some without tokens
@@ -85,6 +88,37 @@ def packed(batch: dict) -> Layout:
 def _layout(batch: dict, source: np.ndarray, sequence_ids: np.ndarray) -> Layout:
     mask = (source >= 0) & (batch["mask"].ravel()[np.maximum(source, 0)] > 0)
     return Layout(source, sequence_ids, mask, batch["mask"].shape)
+
+
+def experience(case: dict, layout: Layout, dtype: str) -> Experience:
+    """What an advantage function sees of the case's batch; the sequences that it does not fill are padding."""
+    batch = BATCHES[case["batch"]]
+    num_rows = len(batch["mask"])
+
+    def per_sequence(values: np.ndarray, dtype: str, padding: float) -> jax.Array:
+        padded = np.full((NUM_SEQUENCES, *np.shape(values)[1:]), padding)
+        padded[:num_rows] = values
+        return jnp.asarray(padded.astype(dtype))
+
+    def placed(key: str) -> jax.Array:
+        return jnp.asarray(layout.place(batch[key], dtype))
+
+    components = np.stack(list(case.get("components", {"none": np.zeros(num_rows)}).values()), axis=1)
+    return Experience(
+        rewards=per_sequence(batch["rewards"].sum(1), dtype, np.nan),
+        group_ids=per_sequence(batch["group_ids"], "int32", NUM_SEQUENCES),
+        valid=jnp.arange(NUM_SEQUENCES) < num_rows,
+        sequence_ids=jnp.asarray(layout.sequence_ids),
+        mask=jnp.asarray(layout.mask),
+        token_rewards=placed("rewards"),
+        old_logprobs=placed("old_logprobs"),
+        values=placed("values"),
+        sum_pi_squared=placed("sum_pi_squared"),
+        is_weights=placed("is_weights") if case["params"].get("use_is_weights") else None,
+        baseline_rewards=per_sequence(batch["baseline_rewards"], dtype, np.nan),
+        components=per_sequence(components, dtype, np.nan),
+        component_weights=jnp.asarray(case["params"].get("weights", [0.0]), dtype),
+    )
 
 
 layouts = pytest.mark.parametrize("layout", [padded, packed])

@@ -11,6 +11,10 @@ tokens does not count:
     seq-mean-token-sum       1 / S                log-probability of the whole sequence, as in REINFORCE
     seq-mean-token-mean      1 / (S n_s)          every sequence counts the same (GRPO, arXiv:2402.03300)
     seq-mean-token-sum-norm  1 / (S length_norm)  no bias by length (Dr. GRPO, arXiv:2503.20783)
+    batch-mean-token-mean    1 / (R n_s)          as seq-mean-token-mean, but all R sequences of the mini-batch count,
+                                                  also those without tokens (GMPO, arXiv:2507.20673)
+
+seq-mean-token-mean divides by n_s + 1e-8, as verl does: nothing in float32.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ AGGREGATIONS = (
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "batch-mean-token-mean",
 )
 
 
@@ -37,6 +42,8 @@ def token_weights(
     num_sequences: int,
     *,
     length_norm: float | None = None,
+    batch_sequences: int | jax.Array | None = None,
+    sequence_weights: jax.Array | None = None,
 ) -> jax.Array:
     """Weight of every token in the loss of one mini-batch.
 
@@ -49,19 +56,24 @@ def token_weights(
         num_sequences: static, how many sequences the ids speak of; more than are present is no matter.
         length_norm: in tokens, read by seq-mean-token-sum-norm only: a constant, such as the longest response
             that sampling allows.
+        batch_sequences: R, read by batch-mean-token-mean only: how many sequences the mini-batch was made of.
+        sequence_weights: number [S], how often each sequence counts, as if the mini-batch held it so many times.
 
     Returns:
         float32 [...] (float64 under x64), 0 outside the mask; all 0 if no token is valid.
 
     Raises:
-        UserError: unknown mode, or seq-mean-token-sum-norm without length_norm.
+        UserError: unknown mode, seq-mean-token-sum-norm without length_norm, or batch-mean-token-mean without
+            batch_sequences.
     """
     if mode not in AGGREGATIONS:
         raise UserError(f"unknown loss aggregation {mode!r}; expected one of {', '.join(AGGREGATIONS)}")
     dtype = jnp.result_type(float)
     lengths_S = segments.sequence_lengths(mask, sequence_ids, num_sequences)
-    num_tokens = jnp.maximum(lengths_S.sum(), 1).astype(dtype)
-    num_present = jnp.maximum((lengths_S > 0).sum(), 1).astype(dtype)
+    times_S = jnp.ones((num_sequences,), jnp.int32) if sequence_weights is None else sequence_weights
+    num_tokens = jnp.maximum((times_S * lengths_S).sum(), 1).astype(dtype)
+    tokens_S = jnp.maximum(lengths_S, 1).astype(dtype)
+    num_present = jnp.maximum((times_S * (lengths_S > 0)).sum(), 1).astype(dtype)
     match mode:
         case "token-mean":
             weight = 1 / num_tokens
@@ -70,7 +82,14 @@ def token_weights(
         case "seq-mean-token-sum":
             weight = 1 / num_present
         case "seq-mean-token-mean":
-            weight = 1 / (num_present * jnp.maximum(lengths_S, 1).astype(dtype))
+            weight = 1 / (num_present * (tokens_S + 1e-8))
+        case "batch-mean-token-mean":
+            if batch_sequences is None:
+                raise UserError(
+                    "loss aggregation batch-mean-token-mean divides by batch_sequences: expected a number of "
+                    "sequences, got None. Give how many the mini-batch has, those without tokens included."
+                )
+            weight = 1 / (batch_sequences * tokens_S)
         case _:
             if length_norm is None:
                 raise UserError(
@@ -78,5 +97,5 @@ def token_weights(
                     "tokens, got None. Give it, for example the longest response that sampling allows."
                 )
             weight = 1 / (num_present * length_norm)
-    weight_S = jnp.broadcast_to(weight, (num_sequences,))
+    weight_S = weight * times_S.astype(dtype)
     return jnp.where(mask.astype(bool), segments.to_tokens(weight_S, sequence_ids), 0)

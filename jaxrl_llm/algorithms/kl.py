@@ -81,6 +81,9 @@ def with_gradient_of_k2(estimator: Callable[[jax.Array], jax.Array]) -> Callable
     return straight_through
 
 
+# No estimator of sampled tokens: the divergence itself, over the whole vocabulary (models/logprobs.py).
+EXACT = "exact"
+
 KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "k1": k1,
     "abs": absolute,
@@ -90,3 +93,30 @@ KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "k1+": with_gradient_of_k2(k1),
     "k3+": with_gradient_of_k2(k3),
 }
+
+
+def adapted_coefficient(
+    coefficient: float | jax.Array,
+    kl: float | jax.Array,
+    *,
+    target: float,
+    horizon: float,
+    num_sequences: int | jax.Array,
+) -> jax.Array:
+    """The KL penalty's coefficient for the next step, by a proportional controller in log space (D. Ziegler et al.,
+    arXiv:1909.08593, section 2.2):
+
+        coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon)
+
+    Args:
+        coefficient: of the step that was done.
+        kl: finite, the divergence measured in it: the mean over sequences of the mean over tokens.
+        target: > 0, what the divergence should be.
+        horizon: > 0, in sequences: at most a fifth of the coefficient is added or taken off in so many.
+        num_sequences: how many the step had.
+
+    Returns:
+        float32 scalar (float64 under x64).
+    """
+    error = jnp.clip(jnp.asarray(kl, jnp.result_type(float)) / target - 1, -0.2, 0.2)
+    return coefficient * (1 + error * num_sequences / horizon)

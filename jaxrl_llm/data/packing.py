@@ -26,6 +26,9 @@ class PackSpec(NamedTuple):
     row_lengths: tuple[int, ...]  # rising; T is one of them
     packing: bool  # several sequences in a row
     pad_id: int = 0
+    mask_truncated: bool = False  # responses that were cut off count in baselines only: they are in no row
+    components: tuple[tuple[str, float], ...] = ()  # reward components, with their weights, that the learner sees apart
+    baseline: bool = False  # every sample comes with the reward of the greedy answer
 
     @property
     def micro_batches(self) -> int:
@@ -41,7 +44,8 @@ def default_row_lengths(longest: int) -> tuple[int, ...]:
 def pack(scored: Sequence[Scored], spec: PackSpec) -> SequenceBatch:
     """Numpy arrays of a batch; see `SequenceBatch`. `scored` holds the S sequences, those of a group together.
 
-    Samples without a reward are in no row; they count in `valid` only.
+    Samples without a reward are in no row; they count in `valid` only. Raises UserError if a sample lacks one of
+    `spec.components`.
     """
     if len(scored) != spec.sequences:
         raise ValueError(f"a batch has {spec.sequences} sequences, got {len(scored)}")
@@ -57,7 +61,7 @@ def pack(scored: Sequence[Scored], spec: PackSpec) -> SequenceBatch:
     num_micro = np.zeros(A, np.int32)
     per_mini = S // A
     for a in range(A):
-        members = [i for i in range(a * per_mini, (a + 1) * per_mini) if scored[i].reward is not None]
+        members = [i for i in range(a * per_mini, (a + 1) * per_mini) if _learns(scored[i], spec)]
         lengths = [len(scored[i].rollout.token_ids) for i in members]
         rows = assign(lengths, T, packing=spec.packing)
         num_micro[a] = -(-len(rows) // B)
@@ -86,7 +90,29 @@ def pack(scored: Sequence[Scored], spec: PackSpec) -> SequenceBatch:
         "rewards": np.array([s.reward if s.reward is not None else 0.0 for s in scored], np.float32),
         "valid": np.array([s.reward is not None for s in scored]),
     }
+    if spec.baseline:
+        arrays["baseline_rewards"] = np.array([0.0 if s.baseline is None else s.baseline for s in scored], np.float32)
+    if spec.components:
+        arrays["components"] = np.stack([_components(s, spec) for s in scored])
+        arrays["component_weights"] = np.array([weight for _, weight in spec.components], np.float32)
     return SequenceBatch(**arrays)
+
+
+def _learns(s: Scored, spec: PackSpec) -> bool:
+    return s.reward is not None and not (spec.mask_truncated and s.rollout.stop_reason == "length")
+
+
+def _components(s: Scored, spec: PackSpec) -> np.ndarray:
+    """float32 [K]; zeros for a sample without a reward."""
+    if s.reward is None:
+        return np.zeros(len(spec.components), np.float32)
+    for name, _ in spec.components:
+        if name not in s.components:
+            raise UserError(
+                f"config.algorithm.components names {name!r}, which the reward functions did not return; they returned "
+                f"{', '.join(sorted(s.components))}"
+            )
+    return np.array([s.components[name] for name, _ in spec.components], np.float32)
 
 
 def _row_length(longest: int, row_lengths: tuple[int, ...]) -> int:

@@ -1,0 +1,424 @@
+"""Check the algorithms against golden values: advantages, losses, gradients, metrics, rollout correction.
+
+    python scripts/check_golden.py tests/golden/verl_core_algos.json
+    python scripts/check_golden.py FILE.json --dtype float64 --layout packed --no_jit
+
+    --dtype D     float64 (within 1e-9, relative and absolute) or float32 (within 2e-5); both by default
+    --layout L    padded, one sequence a row, or packed, several; both by default
+    --no_jit      op by op only; by default both that and compiled
+
+The file is JSON with `batches`, by name the arrays [rows, tokens] (group_ids and baseline_rewards [rows]) of one batch
+with one sequence a row, and `cases`: of what `kind` (advantage, policy_loss, kl, value_loss, rollout_correction) and
+`name`, with which `params`, on which `batch`, and the values that are expected, arrays inside the mask only.
+
+Prints how many checks passed, and what differs in each that failed. Exits with 1 if any failed; a kind, a name or a
+field that does not exist is a failure. Exits with 2 if the file cannot be read.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from jaxrl_llm import formulas
+from jaxrl_llm.algorithms.advantages import Experience
+from jaxrl_llm.algorithms.aggregation import token_weights
+from jaxrl_llm.algorithms.correction import IMPORTANCE_LEVELS, REJECTIONS, correct
+from jaxrl_llm.algorithms.kl import kl_penalty
+from jaxrl_llm.algorithms.value_losses import clipped
+from jaxrl_llm.arguments import Parser
+from jaxrl_llm.cli import command
+from jaxrl_llm.plugins import describe, unknown_name
+from jaxrl_llm.types import UserError
+
+TOLERANCES = {"float64": 1e-9, "float32": 2e-5}
+OURS = {"normalize_std": "normalize_by_std", "clip": "value_clip"}  # constants that have another name here
+VALUE_LOSSES = {"clipped": clipped}
+Case = Mapping[str, Any]
+
+
+class Fields(dict):
+    """A JSON object; one that is asked for and missing is told by name."""
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f"the field {key!r} is missing; there are {', '.join(map(repr, self))}")
+
+
+class Golden(NamedTuple):
+    """A golden file."""
+
+    batches: Mapping[str, Mapping[str, np.ndarray]]
+    cases: list[Any]
+    sequences: int  # of the largest batch: smaller ones leave some without tokens
+    width: int  # tokens of the longest row
+
+
+def read(path: Path) -> Golden:
+    """Raises UserError if it is not a golden file."""
+    try:
+        file = json.loads(path.read_text(), object_pairs_hook=Fields)
+        batches = Fields({k: Fields({n: np.array(x) for n, x in v.items()}) for k, v in file["batches"].items()})
+        rows, widths = zip(*(batch["mask"].shape for batch in batches.values()), strict=True)
+        cases = file["cases"]
+        assert isinstance(cases, list), "'cases' is no list"
+        assert cases, "'cases' is empty"
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # whatever a garbled file leads to
+        text = str(error).splitlines()[0]
+        raise UserError(f"{path} is not a golden file: {type(error).__name__}: {text}") from error
+    return Golden(batches, cases, max(rows), max(widths))
+
+
+class Layout(NamedTuple):
+    """Where each token of a batch lies in rows of one static shape, so that few programs are compiled."""
+
+    source: np.ndarray  # int [R, T], index into the raveled batch; -1 where nothing of the batch lies
+    sequence_ids: np.ndarray  # int32 [R, T]; the number of sequences at padding
+    mask: np.ndarray  # bool [R, T]
+
+    def place(self, values: np.ndarray, fill: float = np.nan) -> np.ndarray:
+        """Where the layout has no value of the batch it gets NaN: whatever leaks shows."""
+        return np.where(self.source >= 0, np.ravel(values)[np.maximum(self.source, 0)], fill)
+
+
+def padded(batch: Mapping[str, np.ndarray], sequences: int, width: int) -> Layout:
+    """One sequence a row."""
+    rows, tokens = batch["mask"].shape
+    source = np.full((sequences, 2 * (width + 1)), -1)
+    source[:rows, :tokens] = np.arange(rows * tokens).reshape(rows, tokens)
+    return _layout(batch, source, np.where(source >= 0, np.arange(sequences)[:, None], sequences))
+
+
+def packed(batch: Mapping[str, np.ndarray], sequences: int, width: int) -> Layout:
+    """As many sequences a row as fit, each after a token that is no action, as a prompt is."""
+    source = np.full((sequences, 2 * (width + 1)), -1)
+    sequence_ids = np.full(source.shape, sequences)
+    used = [0] * sequences
+    counts = (batch["mask"] > 0) | (batch.get("rewards", batch["mask"]) != 0)
+    tokens = counts.shape[1]
+    for index, row_counts in enumerate(counts):
+        length = 1 + int(np.max(np.flatnonzero(row_counts), initial=-1))
+        row = next(row for row, start in enumerate(used) if start + 1 + length <= source.shape[1])
+        start = used[row]
+        used[row] = start + 1 + length
+        source[row, start + 1 : used[row]] = index * tokens + np.arange(length)
+        sequence_ids[row, start : used[row]] = index
+    return _layout(batch, source, sequence_ids)
+
+
+def _layout(batch: Mapping[str, np.ndarray], source: np.ndarray, sequence_ids: np.ndarray) -> Layout:
+    mask = (source >= 0) & (np.ravel(batch["mask"])[np.maximum(source, 0)] > 0)
+    return Layout(source, sequence_ids.astype(np.int32), mask)
+
+
+LAYOUTS = {"padded": padded, "packed": packed}
+
+
+class Way(NamedTuple):
+    """One way to compute a case."""
+
+    compiled: bool
+    dtype: str
+    layout: str
+
+    def __str__(self) -> str:
+        return f"{'jit' if self.compiled else 'eager'} {self.dtype} {self.layout}"
+
+
+class Trial:
+    """A case's batch, laid out, with a way to run functions on it."""
+
+    def __init__(self, golden: Golden, case: Case, way: Way):
+        self.way, self.sequences = way, golden.sequences
+        self.batch = golden.batches[case["batch"]]
+        self.rows, self.width = self.batch["mask"].shape
+        self.layout = LAYOUTS[way.layout](self.batch, golden.sequences, golden.width)
+        self.mask, self.sequence_ids = jnp.asarray(self.layout.mask), jnp.asarray(self.layout.sequence_ids)
+
+    def run(self, key: Hashable, function: Callable[..., Any], *arrays: Any) -> Any:
+        """The function's result as numpy. All functions of one key are the same function, compiled once a dtype."""
+        if self.way.compiled:
+            function = _COMPILED.setdefault((key, self.sequences), jax.jit(function))
+        return jax.device_get(function(*arrays))
+
+    def tokens(self, values: Any, fill: float = np.nan) -> jax.Array:
+        """[rows, tokens] laid out."""
+        if np.shape(values) != (self.rows, self.width):
+            raise UserError(f"an array has the shape {list(np.shape(values))}, the mask {[self.rows, self.width]}")
+        return jnp.asarray(self.layout.place(np.asarray(values, float), fill), self.way.dtype)
+
+    def per_sequence(self, values: np.ndarray) -> jax.Array:
+        """[rows, ...] as [S, ...]."""
+        placed = np.full((self.sequences, *values.shape[1:]), np.nan)
+        placed[: self.rows] = values
+        return jnp.asarray(placed, self.way.dtype)
+
+    def weights(self, mode: str) -> jax.Array:
+        """The aggregation's weight of every token."""
+
+        def weights(mask: Any, ids: Any, width: Any, rows: Any) -> jax.Array:
+            return token_weights(mode, mask, ids, self.sequences, length_norm=width, batch_sequences=rows)
+
+        return self.run(("weights", mode), weights, self.mask, self.sequence_ids, self.width, self.rows)
+
+    def compare_tokens(self, name: str, ours: np.ndarray, golden: Any) -> Iterator[str]:
+        """What differs inside the mask, and what is not 0 outside it."""
+        inside = self.layout.mask
+        if np.any(ours[~inside] != 0):
+            yield f"{name} is not 0 outside the mask"
+        expected = np.asarray(self.tokens(golden))
+        yield from self.compare(name, ours[inside], expected[inside])
+
+    def compare(self, name: str, ours: Any, golden: Any) -> Iterator[str]:
+        """The largest difference that is beyond the tolerance."""
+        ours, golden = np.asarray(ours), np.asarray(golden)
+        if ours.dtype != self.way.dtype or ours.shape != golden.shape:
+            yield f"{name} is {ours.dtype} {list(ours.shape)}, expected {self.way.dtype} {list(golden.shape)}"
+            return
+        tolerance = TOLERANCES[self.way.dtype]
+        wrong = ~np.isclose(ours, golden, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if wrong.any():
+            with np.errstate(invalid="ignore"):
+                error = np.nan_to_num(np.where(wrong, np.abs(ours - golden), 0), nan=np.inf)
+            at = np.unravel_index(np.argmax(error), error.shape)
+            values = f"{ours[at]:.10g} instead of {golden[at]:.10g}"
+            among = f" ({wrong.sum()} of {wrong.size} values differ)" if wrong.ndim else ""
+            yield f"{name} differs by {error[at]:.1e}: {values}{among}"
+
+    def compare_metrics(self, ours: Mapping[str, Any], golden: Mapping[str, float], *, epsilon: float) -> Iterator[str]:
+        """Golden metrics that are missing here or differ; ours are sums and counts, the golden ones
+        sum / (count + epsilon)."""
+        for name, expected in golden.items():
+            if name not in ours:
+                yield f"the metric {name} is missing"
+                continue
+            total, count = ours[name]
+            with np.errstate(invalid="ignore"):  # 0 / 0 where nothing has a value
+                mean = total / (count + count.dtype.type(epsilon))
+            yield from self.compare(f"the metric {name}", mean.astype(self.way.dtype), expected)
+
+
+def advantage(case: Case, trial: Trial) -> Iterator[str]:
+    """The algorithms of algorithms/advantages.py."""
+    batch, params = trial.batch, dict(case["params"])
+    components, weights = case.get("components"), params.pop("weights", None)
+    corrected = params.pop("use_is_weights", False)
+    groups = np.full(trial.sequences, trial.sequences, np.int32)
+    groups[: trial.rows] = np.unique(batch["group_ids"], return_inverse=True)[1]
+
+    def if_there(name: str) -> jax.Array | None:
+        return trial.tokens(batch[name]) if name in batch else None
+
+    experience = Experience(
+        rewards=trial.per_sequence(batch["rewards"].sum(1)),
+        group_ids=jnp.asarray(groups),
+        valid=jnp.arange(trial.sequences) < trial.rows,
+        sequence_ids=trial.sequence_ids,
+        mask=trial.mask,
+        token_rewards=trial.tokens(batch["rewards"], fill=0.0),
+        old_logprobs=trial.tokens(batch["old_logprobs"]),
+        values=if_there("values"),
+        sum_pi_squared=if_there("sum_pi_squared"),
+        is_weights=trial.tokens(batch["is_weights"]) if corrected else None,
+        process_rewards=if_there("process_rewards"),
+        baseline_rewards=trial.per_sequence(batch["baseline_rewards"]) if "baseline_rewards" in batch else None,
+        components=components and trial.per_sequence(np.stack([*components.values()], axis=1)),
+        component_weights=None if weights is None else jnp.asarray(weights, trial.way.dtype),
+    )
+    constants = _constants(params)
+    bound = _bound(formulas.advantage, case["name"], constants)
+    result = trial.run(("advantage", case["name"], constants), bound.function, experience)
+    yield from trial.compare_tokens("advantages", result.advantages, case["advantages"])
+    yield from trial.compare_tokens("returns", result.returns, case["returns"])
+
+
+def policy_loss(case: Case, trial: Trial) -> Iterator[str]:
+    """The losses of algorithms/policy_losses.py, aggregated, and their gradients."""
+    constants = _constants(case["params"])
+    bound = _bound(formulas.loss, case["name"], constants)
+
+    def total(logprobs: Any, old: Any, advantages: Any, mask: Any, ids: Any, weights: Any, is_weights: Any) -> Any:
+        key = jax.random.key(0)  # the golden cases leave nothing to chance
+        more = {"sequence_ids": ids, "num_sequences": trial.sequences, "is_weights": is_weights, "key": key}
+        loss = bound(logprobs, old, advantages, mask, **more)
+        return jnp.sum(weights * loss.token_loss), loss.metrics
+
+    (loss, metrics), gradient = trial.run(
+        ("policy_loss", case["name"], constants),
+        jax.value_and_grad(total, has_aux=True),
+        trial.tokens(trial.batch["logprobs"]),
+        trial.tokens(trial.batch["old_logprobs"]),
+        trial.tokens(case["advantages"]),
+        trial.mask,
+        trial.sequence_ids,
+        trial.weights(bound.aggregation or case["aggregation"]),
+        trial.tokens(trial.batch["is_weights"]) if case["use_is_weights"] else None,
+    )
+    yield from trial.compare("loss", loss, case["loss"])
+    yield from trial.compare_tokens("grad_logprobs", gradient, case["grad_logprobs"])
+    named = {f"actor/{name}": value for name, value in case["metrics"].items()}
+    yield from trial.compare_metrics(metrics, named, epsilon=1e-8)
+
+
+def kl(case: Case, trial: Trial) -> Iterator[str]:
+    """The estimators of algorithms/kl.py and their gradients."""
+
+    def total(logprobs: Any, reference: Any, mask: Any) -> Any:
+        values = kl_penalty(logprobs, reference, case["name"], mask=mask)
+        return values.sum(), values
+
+    logprobs, reference = (trial.tokens(trial.batch[name]) for name in ("logprobs", "ref_logprobs"))
+    function = jax.value_and_grad(total, has_aux=True)
+    (_, values), gradient = trial.run(("kl", case["name"]), function, logprobs, reference, trial.mask)
+    yield from trial.compare_tokens("value", values, case["value"])
+    yield from trial.compare_tokens("grad_logprobs", gradient, case["grad_logprobs"])
+
+
+def value_loss(case: Case, trial: Trial) -> Iterator[str]:
+    """The losses of algorithms/value_losses.py, aggregated, and their gradients."""
+    if case["name"] not in VALUE_LOSSES:
+        raise unknown_name("value loss", case["name"], VALUE_LOSSES)
+    constants = _constants(case["params"])
+
+    def total(values: Any, old_values: Any, returns: Any, mask: Any, ids: Any, weights: Any) -> Any:
+        more = {"sequence_ids": ids, "num_sequences": trial.sequences, **dict(constants)}
+        loss = VALUE_LOSSES[case["name"]](values, old_values, returns, mask, **more)
+        return jnp.sum(weights * loss.token_loss), loss.metrics
+
+    (loss, metrics), gradient = trial.run(
+        ("value_loss", case["name"], constants),
+        jax.value_and_grad(total, has_aux=True),
+        trial.tokens(trial.batch["values"]),
+        trial.tokens(case["old_values"]),
+        trial.tokens(case["returns"]),
+        trial.mask,
+        trial.sequence_ids,
+        trial.weights(case["aggregation"]),
+    )
+    yield from trial.compare("loss", loss, case["loss"])
+    yield from trial.compare_tokens("grad_values", gradient, case["grad_values"])
+    yield from trial.compare_metrics(metrics, {"critic/vf_clipfrac": case["clip_fraction"]}, epsilon=1e-8)
+
+
+def rollout_correction(case: Case, trial: Trial) -> Iterator[str]:
+    """algorithms/correction.py."""
+    known = (*IMPORTANCE_LEVELS, *REJECTIONS)
+    for name in case["name"].split(","):
+        if name not in known:
+            raise unknown_name("rollout correction", name, known)
+    constants = _constants(case["params"])
+
+    def corrected(logprobs: Any, rollout_logprobs: Any, mask: Any, ids: Any) -> Any:
+        more = {"sequence_ids": ids, "num_sequences": trial.sequences, **dict(constants)}
+        return correct(logprobs, rollout_logprobs, mask, **more)
+
+    old, rollout = (trial.tokens(trial.batch[name]) for name in ("old_logprobs", "rollout_logprobs"))
+    key = ("rollout_correction", constants)
+    result = trial.run(key, corrected, old, rollout, trial.mask, trial.sequence_ids)
+    if (result.weights is None) != (case["weights"] is None):
+        yield f"there are {'no ' if result.weights is None else ''}weights, unlike in the golden file"
+    elif result.weights is not None:
+        yield from trial.compare_tokens("weights", result.weights, case["weights"])
+    yield from trial.compare_tokens("mask", result.mask.astype(trial.way.dtype), case["mask"])
+    named = {f"rollout_corr/{name}": value for name, value in case["metrics"].items()}
+    yield from trial.compare_metrics(result.metrics, named, epsilon=0.0)
+
+
+KINDS: dict[str, Callable[[Case, Trial], Iterator[str]]] = {
+    "advantage": advantage,
+    "policy_loss": policy_loss,
+    "kl": kl,
+    "value_loss": value_loss,
+    "rollout_correction": rollout_correction,
+}
+_COMPILED: dict[Hashable, Callable[..., Any]] = {}
+
+
+def _constants(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Our names for the constants, in a form that can be a key."""
+    return tuple((OURS.get(name, name), value) for name, value in params.items())
+
+
+@functools.cache
+def _bound(bind: Callable[..., Any], name: str, constants: tuple[tuple[str, Any], ...]) -> Any:
+    return bind(name, dict(constants))
+
+
+def failures(golden: Golden, case: Any, ways: Sequence[Way]) -> dict[str, list[Way]]:
+    """What is wrong with a case, and in which ways of computing it."""
+    found: dict[str, list[Way]] = {}
+    for way in ways:
+        with jax.enable_x64(way.dtype == "float64"):
+            try:
+                if case["kind"] not in KINDS:
+                    raise unknown_name("kind", case["kind"], KINDS)
+                texts = list(KINDS[case["kind"]](case, Trial(golden, case, way)))
+            except UserError as error:
+                texts = [str(error)]
+            except Exception as error:  # a case that cannot be computed fails like any other
+                texts = [describe(error, __file__)]
+        for text in texts:
+            found.setdefault(text, []).append(way)
+    return found
+
+
+def label(case: Any) -> str:
+    """What tells a case from the others."""
+    if not isinstance(case, Mapping):
+        return f"{case!r:.80}"
+    parts = [case.get(key) for key in ("kind", "name", "batch", "aggregation")]
+    params = [f"{name}={value}" for name, value in (case.get("params") or {}).items()]
+    corrected = ["use_is_weights"] if case.get("use_is_weights") else []
+    return " ".join([*(str(part) for part in parts if part is not None), *params, *corrected])
+
+
+def main(argv: list[str]) -> int:
+    """The exit code; see the module's docstring."""
+    parser = Parser("check_golden")
+    parser.prog = "python scripts/check_golden.py"
+    parser.add_argument("file", type=Path, metavar="FILE.json")
+    parser.add_argument("--dtype", choices=TOLERANCES)
+    parser.add_argument("--layout", choices=LAYOUTS)
+    parser.add_argument("--no_jit", action="store_true")
+    args = parser.read(argv)
+    try:
+        golden = read(args.file)
+    except UserError as error:
+        parser.error(str(error))
+    compiled = [False] if args.no_jit else [True, False]
+    dtypes = [args.dtype] if args.dtype else [*TOLERANCES]
+    layouts = [args.layout] if args.layout else [*LAYOUTS]
+    ways = [Way(*choice) for choice in itertools.product(compiled, dtypes, layouts)]
+    counts: dict[tuple[str, str], Counter[bool]] = {}
+    for case in track(golden.cases, "cases", console=Console(stderr=True), transient=True):
+        found = failures(golden, case, ways)
+        failed = {way for those in found.values() for way in those}
+        kind, name = (str(case.get(key)) for key in ("kind", "name")) if isinstance(case, Mapping) else ("None",) * 2
+        counts.setdefault((kind, name), Counter()).update(way not in failed for way in ways)
+        for text, those in found.items():
+            where = "in every way" if len(those) == len(ways) else ", ".join(map(str, those))
+            print(f"FAILED {label(case)}: {text} ({where})", flush=True)
+    width = max(len(name) for _, name in counts)
+    for (kind, name), count in counts.items():
+        print(f"{kind:<18}  {name:<{width}}  {count[True]:>5} passed  {count[False]:>5} failed")
+    total = sum(counts.values(), Counter())
+    shown = f"{len(golden.cases)} cases in {len(ways)} ways ({', '.join(map(str, ways))})"
+    print(f"{shown}: {total[True]} passed, {total[False]} failed")
+    return 1 if total[False] else 0
+
+
+if __name__ == "__main__":
+    command(lambda argv: sys.exit(main(argv)), sys.argv[1:], __doc__)
