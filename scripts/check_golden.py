@@ -148,11 +148,25 @@ class Trial:
         self.layout = LAYOUTS[way.layout](self.batch, golden.sequences, golden.width)
         self.mask, self.sequence_ids = jnp.asarray(self.layout.mask), jnp.asarray(self.layout.sequence_ids)
 
-    def run(self, key: Hashable, function: Callable[..., Any], *arrays: Any) -> Any:
-        """The function's result as numpy. All functions of one key are the same function, compiled once a dtype."""
+    def run(self, identity: Hashable, function: Callable[..., Any], *arrays: Any) -> Any:
+        """The function's result as numpy. Functions of one identity are the same, compiled once a dtype."""
         if self.way.compiled:
-            function = _COMPILED.setdefault((key, self.sequences), jax.jit(function))
+            function = _COMPILED.setdefault((identity, self.sequences), jax.jit(function))
         return jax.device_get(function(*arrays))
+
+    def aggregated(
+        self, identity: Hashable, loss_of: Callable[..., Any], mode: str, *arrays: jax.Array, **more: Any
+    ) -> tuple[tuple[np.ndarray, dict[str, Any]], np.ndarray]:
+        """Loss of the batch and metrics, and the gradient with respect to the first array."""
+
+        def total(first: Any, others: Any, mask: Any, ids: Any, width: Any, rows: Any, more: Any) -> Any:
+            weights = token_weights(mode, mask, ids, self.sequences, length_norm=width, batch_sequences=rows)
+            loss = loss_of(first, *others, mask, sequence_ids=ids, num_sequences=self.sequences, **more)
+            return jnp.sum(weights * loss.token_loss), loss.metrics
+
+        function = jax.value_and_grad(total, has_aux=True)
+        batch = (self.mask, self.sequence_ids, self.width, self.rows)
+        return self.run((identity, mode), function, arrays[0], arrays[1:], *batch, more)
 
     def tokens(self, values: Any, fill: float = np.nan) -> jax.Array:
         """[rows, tokens] laid out."""
@@ -165,14 +179,6 @@ class Trial:
         placed = np.full((self.sequences, *values.shape[1:]), np.nan)
         placed[: self.rows] = values
         return jnp.asarray(placed, self.way.dtype)
-
-    def weights(self, mode: str) -> jax.Array:
-        """The aggregation's weight of every token."""
-
-        def weights(mask: Any, ids: Any, width: Any, rows: Any) -> jax.Array:
-            return token_weights(mode, mask, ids, self.sequences, length_norm=width, batch_sequences=rows)
-
-        return self.run(("weights", mode), weights, self.mask, self.sequence_ids, self.width, self.rows)
 
     def compare_tokens(self, name: str, ours: np.ndarray, golden: Any) -> Iterator[str]:
         """What differs inside the mask, and what is not 0 outside it."""
@@ -198,17 +204,21 @@ class Trial:
             among = f" ({wrong.sum()} of {wrong.size} values differ)" if wrong.ndim else ""
             yield f"{name} differs by {error[at]:.1e}: {values}{among}"
 
-    def compare_metrics(self, ours: Mapping[str, Any], golden: Mapping[str, float], *, epsilon: float) -> Iterator[str]:
+    def compare_metrics(
+        self, ours: Mapping[str, Any], prefix: str, golden: Mapping[str, float], *, epsilon: float
+    ) -> Iterator[str]:
         """Golden metrics that are missing here or differ; ours are sums and counts, the golden ones
         sum / (count + epsilon)."""
         for name, expected in golden.items():
-            if name not in ours:
-                yield f"the metric {name} is missing"
+            if prefix + name not in ours:
+                yield f"the metric {prefix}{name} is missing"
                 continue
-            total, count = ours[name]
+            total, count = (np.float64(part) for part in ours[prefix + name])
             with np.errstate(invalid="ignore"):  # 0 / 0 where nothing has a value
-                mean = total / (count + count.dtype.type(epsilon))
-            yield from self.compare(f"the metric {name}", mean.astype(self.way.dtype), expected)
+                mean = total / (count + epsilon)
+            # Some golden metrics are float32 in files that are float64 otherwise.
+            rounded = np.float32(mean) if float(np.float32(expected)) == expected else mean
+            yield from self.compare(f"the metric {prefix}{name}", rounded.astype(self.way.dtype), expected)
 
 
 def advantage(case: Case, trial: Trial) -> Iterator[str]:
@@ -218,10 +228,7 @@ def advantage(case: Case, trial: Trial) -> Iterator[str]:
     corrected = params.pop("use_is_weights", False)
     groups = np.full(trial.sequences, trial.sequences, np.int32)
     groups[: trial.rows] = np.unique(batch["group_ids"], return_inverse=True)[1]
-
-    def if_there(name: str) -> jax.Array | None:
-        return trial.tokens(batch[name]) if name in batch else None
-
+    optional = [name for name in ("values", "sum_pi_squared", "process_rewards") if name in batch]
     experience = Experience(
         rewards=trial.per_sequence(batch["rewards"].sum(1)),
         group_ids=jnp.asarray(groups),
@@ -230,13 +237,11 @@ def advantage(case: Case, trial: Trial) -> Iterator[str]:
         mask=trial.mask,
         token_rewards=trial.tokens(batch["rewards"], fill=0.0),
         old_logprobs=trial.tokens(batch["old_logprobs"]),
-        values=if_there("values"),
-        sum_pi_squared=if_there("sum_pi_squared"),
         is_weights=trial.tokens(batch["is_weights"]) if corrected else None,
-        process_rewards=if_there("process_rewards"),
         baseline_rewards=trial.per_sequence(batch["baseline_rewards"]) if "baseline_rewards" in batch else None,
         components=components and trial.per_sequence(np.stack([*components.values()], axis=1)),
         component_weights=None if weights is None else jnp.asarray(weights, trial.way.dtype),
+        **{name: trial.tokens(batch[name]) for name in optional},
     )
     constants = _constants(params)
     bound = _bound(formulas.advantage, case["name"], constants)
@@ -249,28 +254,19 @@ def policy_loss(case: Case, trial: Trial) -> Iterator[str]:
     """The losses of algorithms/policy_losses.py, aggregated, and their gradients."""
     constants = _constants(case["params"])
     bound = _bound(formulas.loss, case["name"], constants)
-
-    def total(logprobs: Any, old: Any, advantages: Any, mask: Any, ids: Any, weights: Any, is_weights: Any) -> Any:
-        key = jax.random.key(0)  # the golden cases leave nothing to chance
-        more = {"sequence_ids": ids, "num_sequences": trial.sequences, "is_weights": is_weights, "key": key}
-        loss = bound(logprobs, old, advantages, mask, **more)
-        return jnp.sum(weights * loss.token_loss), loss.metrics
-
-    (loss, metrics), gradient = trial.run(
+    (loss, metrics), gradient = trial.aggregated(
         ("policy_loss", case["name"], constants),
-        jax.value_and_grad(total, has_aux=True),
+        bound,
+        bound.aggregation or case["aggregation"],
         trial.tokens(trial.batch["logprobs"]),
         trial.tokens(trial.batch["old_logprobs"]),
         trial.tokens(case["advantages"]),
-        trial.mask,
-        trial.sequence_ids,
-        trial.weights(bound.aggregation or case["aggregation"]),
-        trial.tokens(trial.batch["is_weights"]) if case["use_is_weights"] else None,
+        is_weights=trial.tokens(trial.batch["is_weights"]) if case["use_is_weights"] else None,
+        key=jax.random.key(0),  # the cases leave nothing to chance
     )
     yield from trial.compare("loss", loss, case["loss"])
     yield from trial.compare_tokens("grad_logprobs", gradient, case["grad_logprobs"])
-    named = {f"actor/{name}": value for name, value in case["metrics"].items()}
-    yield from trial.compare_metrics(metrics, named, epsilon=1e-8)
+    yield from trial.compare_metrics(metrics, "actor/", case["metrics"], epsilon=1e-8)
 
 
 def kl(case: Case, trial: Trial) -> Iterator[str]:
@@ -292,25 +288,17 @@ def value_loss(case: Case, trial: Trial) -> Iterator[str]:
     if case["name"] not in VALUE_LOSSES:
         raise unknown_name("value loss", case["name"], VALUE_LOSSES)
     constants = _constants(case["params"])
-
-    def total(values: Any, old_values: Any, returns: Any, mask: Any, ids: Any, weights: Any) -> Any:
-        more = {"sequence_ids": ids, "num_sequences": trial.sequences, **dict(constants)}
-        loss = VALUE_LOSSES[case["name"]](values, old_values, returns, mask, **more)
-        return jnp.sum(weights * loss.token_loss), loss.metrics
-
-    (loss, metrics), gradient = trial.run(
+    (loss, metrics), gradient = trial.aggregated(
         ("value_loss", case["name"], constants),
-        jax.value_and_grad(total, has_aux=True),
+        functools.partial(VALUE_LOSSES[case["name"]], **dict(constants)),
+        case["aggregation"],
         trial.tokens(trial.batch["values"]),
         trial.tokens(case["old_values"]),
         trial.tokens(case["returns"]),
-        trial.mask,
-        trial.sequence_ids,
-        trial.weights(case["aggregation"]),
     )
     yield from trial.compare("loss", loss, case["loss"])
     yield from trial.compare_tokens("grad_values", gradient, case["grad_values"])
-    yield from trial.compare_metrics(metrics, {"critic/vf_clipfrac": case["clip_fraction"]}, epsilon=1e-8)
+    yield from trial.compare_metrics(metrics, "critic/", {"vf_clipfrac": case["clip_fraction"]}, epsilon=1e-8)
 
 
 def rollout_correction(case: Case, trial: Trial) -> Iterator[str]:
@@ -326,23 +314,18 @@ def rollout_correction(case: Case, trial: Trial) -> Iterator[str]:
         return correct(logprobs, rollout_logprobs, mask, **more)
 
     old, rollout = (trial.tokens(trial.batch[name]) for name in ("old_logprobs", "rollout_logprobs"))
-    key = ("rollout_correction", constants)
-    result = trial.run(key, corrected, old, rollout, trial.mask, trial.sequence_ids)
+    identity = ("rollout_correction", constants)
+    result = trial.run(identity, corrected, old, rollout, trial.mask, trial.sequence_ids)
     if (result.weights is None) != (case["weights"] is None):
         yield f"there are {'no ' if result.weights is None else ''}weights, unlike in the golden file"
     elif result.weights is not None:
         yield from trial.compare_tokens("weights", result.weights, case["weights"])
     yield from trial.compare_tokens("mask", result.mask.astype(trial.way.dtype), case["mask"])
-    named = {f"rollout_corr/{name}": value for name, value in case["metrics"].items()}
-    yield from trial.compare_metrics(result.metrics, named, epsilon=0.0)
+    yield from trial.compare_metrics(result.metrics, "rollout_corr/", case["metrics"], epsilon=0.0)
 
 
 KINDS: dict[str, Callable[[Case, Trial], Iterator[str]]] = {
-    "advantage": advantage,
-    "policy_loss": policy_loss,
-    "kl": kl,
-    "value_loss": value_loss,
-    "rollout_correction": rollout_correction,
+    kind.__name__: kind for kind in (advantage, policy_loss, kl, value_loss, rollout_correction)
 }
 _COMPILED: dict[Hashable, Callable[..., Any]] = {}
 
@@ -421,4 +404,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    command(lambda argv: sys.exit(main(argv)), sys.argv[1:], __doc__)
+    command(lambda argv: sys.exit(main(argv)), sys.argv[1:], __doc__ or "")

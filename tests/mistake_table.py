@@ -12,7 +12,7 @@ LOSS = (
     "import jax.numpy as jnp\nfrom jaxrl_llm.algorithms.policy_losses import PolicyLoss\n"
     "def loss(logprobs, old_logprobs, advantages, mask, *, sequence_ids, num_sequences):\n"
 )
-ADVANTAGE = "import numpy as np\ndef advantage(rewards, group_ids, valid, num_groups):\n"
+ADVANTAGE = "import numpy as np\ndef advantage(experience):\n"
 STATE = {"_data_files": [{"filename": "gone.arrow"}], "_fingerprint": "a", "_format_type": None, "_split": None}
 
 
@@ -280,10 +280,18 @@ FUNCTIONS = [
         ["the metric 'a' must be a pair"],
     ),
     ("advantage, typo", sets("algorithm.advantage=grop"), ["did you mean 'grpo'?"]),
-    ("advantage, arguments", m.advantage("def advantage(r, g, v, n, beta): pass\n"), ["missing a required", "'beta'"]),
+    ("advantage, arguments", m.advantage("def advantage(experience, beta): pass\n"), ["missing a required", "'beta'"]),
     ("advantage, raises", m.advantage(ADVANTAGE + "    return nothing\n"), ["NameError", "(mine.py:3)"]),
-    ("advantage, numpy", m.advantage(ADVANTAGE + "    return np.asarray(rewards)\n"), ["__array__", "(mine.py:3)"]),
-    ("advantage, shape", m.advantage(ADVANTAGE + "    return rewards.sum()\n"), ["[7] here", "got float32 []"]),
+    (
+        "advantage, numpy",
+        m.advantage(ADVANTAGE + "    return np.asarray(experience.rewards)\n"),
+        ["__array__", "(mine.py:3)"],
+    ),
+    (
+        "advantage, no Advantages",
+        m.advantage(ADVANTAGE + "    return experience.rewards\n"),
+        ["Advantages(advantages, returns), got float32 [7]"],
+    ),
 ]
 
 REFUSED = {

@@ -125,6 +125,14 @@ def taken(result: jnp.ndarray, ragged: Ragged, layout: str) -> list[np.ndarray]:
     return [values[ids == index] for index in range(len(ragged.masks))]
 
 
+def whitened(ragged: Ragged, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """A value for each token, shifted and scaled to mean 0 and variance 1 over the actions with a reward."""
+    counted = [mask & valid for mask, valid in zip(ragged.masks, ragged.valid, strict=True)]
+    population = np.concatenate([array[here] for array, here in zip(arrays, counted, strict=True)])
+    scale = np.sqrt(population.var(ddof=1) + 1e-8)
+    return [np.where(here, (x - population.mean()) / scale, 0) for x, here in zip(arrays, counted, strict=True)]
+
+
 def _places(ragged: Ragged, layout: str) -> tuple[np.ndarray, np.ndarray]:
     """Which sequence lies where, -1 at padding, and which of its tokens."""
     shape = LAYOUTS[layout]

@@ -165,7 +165,7 @@ def test_no_component_drowns_another():
     components = jnp.array([[1000.0, 0], [0, 0], [1000, 1], [0, 1]])
     weigh = program(gdpo)
     both = weigh(sees._replace(components=components, component_weights=jnp.ones(2))).advantages
-    np.testing.assert_allclose(both, [0, -1.2247449, 1.2247449, 0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(both, [0, -1.2247449, 1.2247449, 0], atol=1e-5)
     first = weigh(sees._replace(components=components, component_weights=jnp.array([1.0, 0]))).advantages
     np.testing.assert_allclose(first, [0.8660254, -0.8660254, 0.8660254, -0.8660254], rtol=1e-5)
 
@@ -255,7 +255,7 @@ def loop_over_groups(name, batch):
     return scores
 
 
-def components_loop(batch):
+def loop_over_components(batch):
     return sum(
         weight * loop_over_groups("grpo", batch._replace(rewards=rewards))
         for weight, rewards in zip(batch.component_weights, batch.components.T, strict=True)
@@ -266,14 +266,10 @@ def components_loop(batch):
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_groups_agree_with_a_loop(name, seed):
     batch = ragged.batch(seed)
-    scores = components_loop(batch) if name == "gdpo" else loop_over_groups(name, batch)
+    scores = loop_over_components(batch) if name == "gdpo" else loop_over_groups(name, batch)
     expected = [np.where(mask, score, 0) for mask, score in zip(batch.masks, scores, strict=True)]
     if name in ("gdpo", "reinforce_plus_plus_baseline"):
-        tokens = np.concatenate([a[mask & valid] for a, mask, valid in zip(expected, batch.masks, batch.valid)])
-        expected = [
-            np.where(mask & valid, (a - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), 0)
-            for a, mask, valid in zip(expected, batch.masks, batch.valid)
-        ]
+        expected = ragged.whitened(batch, expected)
     for result in program(ADVANTAGES[name])(ragged.experience(batch, "packed")):
         for found, wanted in zip(ragged.taken(result, batch, "packed"), expected, strict=True):
             np.testing.assert_allclose(found, wanted, **CLOSE)

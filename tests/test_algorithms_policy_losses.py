@@ -190,6 +190,12 @@ def test_geo_mean_bounds_each_log_ratio_and_ignores_advantages_outside_the_mask(
         assert means(loss)["actor/pg_clipfrac"] == pytest.approx(2 / 3)
 
 
+def test_geo_mean_leaves_out_the_ratio_where_the_advantage_is_0():
+    (_, loss), gradient = one_sequence("geo_mean")(np.array([0.15, 0.15], np.float32), np.array([2.0, 0], np.float32))
+    np.testing.assert_allclose(loss.token_loss, -np.exp([0.075, 0.075]), rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-np.exp(0.075), 0], rtol=1e-6)
+
+
 def test_geo_mean_takes_the_geometric_mean_of_importance_weights():
     zeros, ids = jnp.zeros(2), jnp.zeros(2, jnp.int32)
     weights = jnp.array([0.5, 8])
@@ -333,6 +339,8 @@ def test_clip_cov_draws_all_candidates_within_its_quota_and_at_least_one():
     np.testing.assert_array_equal(drawn, candidates)
     drawn, _ = chosen_by("clip_cov", padded, clip_cov_ratio=1e-6, **BOUNDS)
     assert drawn.sum() == 1
+    drawn, _ = chosen_by("clip_cov", padded, clip_cov_ratio=1.0, clip_cov_lb=0.05, clip_cov_ub=0.3)
+    np.testing.assert_array_equal(drawn, (covariances("even") > 0.05) & (covariances("even") < 0.3))
 
 
 def test_clip_cov_leaves_alone_what_is_clipped_already():
@@ -360,11 +368,11 @@ def test_kl_cov_holds_exactly_the_tokens_of_highest_covariance(batch, layout, ra
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0, 1]])
-@pytest.mark.parametrize("advantage", [0.0, 0.1])
+@pytest.mark.parametrize("advantage", [0.0, 0.9])  # nine times 0.9 in float32, divided by nine, is not 0.9
 def test_kl_cov_breaks_ties_by_sequence_then_place(rows, advantage):
     # Equal advantages have no covariance. Sequences 0, 1 and 2 in any order of rows.
     ids = jnp.array(rows)[:, None] + jnp.zeros((1, 3), jnp.int32)
-    logprobs = -1.0 - jnp.arange(9.0).reshape(3, 3)[jnp.array(rows)]
+    logprobs = -10 + jnp.arange(9.0).reshape(3, 3)[jnp.array(rows)]
     loss = called(
         "kl_cov", logprobs, logprobs - 1, 0 * logprobs + advantage, ids < 3, ids, num_sequences=3, kl_cov_ratio=5 / 9
     )

@@ -94,3 +94,82 @@ def test_sums_of_bfloat16_are_float32():
 def test_the_gradient_of_spreading_is_the_sum_over_the_tokens():
     gradient = jax.grad(lambda s: (segments.to_tokens(s, IDS) * VALUES).sum())(jnp.array([1.0, 1.0]))
     np.testing.assert_array_equal(gradient, [12, 21])
+
+
+# Three sequences and padding; the last lies in a row of its own. Tokens outside the mask have 100.
+ROW_IDS = jnp.array([[0, 0, 0, 0, 1, 1, 3, 3], [2, 2, 2, 2, 2, 2, 2, 2]])
+ROW_MASK = jnp.array([[0, 1, 0, 1, 1, 1, 0, 0], [0, 0, 1, 0, 1, 1, 0, 0]], bool)
+ROW_VALUES = jnp.array([[100.0, 1, 100, 2, 3, 4, 100, 100], [100, 100, 5, 100, 6, 7, 100, 100]])
+RUNNING = {
+    "sum_to_go": (segments.sum_to_go, [[0, 103, 0, 2, 7, 4, 0, 0], [0, 0, 318, 0, 213, 207, 0, 0]]),
+    "half": (
+        lambda *arrays: segments.sum_to_go(*arrays, discount=0.5),
+        [[0, 102, 0, 2, 5, 4, 0, 0], [0, 0, 159.75, 0, 109.5, 207, 0, 0]],
+    ),
+    "following": (segments.following, [[1, 2, 2, 0, 4, 0, 0, 0], [5, 5, 6, 6, 7, 0, 0, 0]]),
+    "cumulative_sum": (segments.cumulative_sum, [[0, 1, 1, 3, 3, 7, 0, 0], [0, 0, 5, 5, 11, 18, 18, 18]]),
+}
+running = pytest.mark.parametrize("name", RUNNING)
+
+
+@running
+@pytest.mark.parametrize("compiled", [False, True])
+def test_running_sums_start_anew_in_every_sequence(name, compiled):
+    function, expected = RUNNING[name]
+    result = (jax.jit(function) if compiled else function)(ROW_VALUES, ROW_MASK, ROW_IDS)
+    np.testing.assert_array_equal(result, expected)
+    flat = function(ROW_VALUES.ravel(), ROW_MASK.ravel(), ROW_IDS.ravel())
+    np.testing.assert_array_equal(flat, np.ravel(expected))
+    shape = (2, 1, 1, 8)
+    folded = function(ROW_VALUES.reshape(shape), ROW_MASK.reshape(shape), ROW_IDS.reshape(shape))
+    np.testing.assert_array_equal(folded, np.reshape(expected, shape))
+
+
+@running
+def test_running_sums_keep_a_poisoned_sequence_to_itself(name):
+    function, expected = RUNNING[name]
+    poisoned = ROW_IDS == 1
+    result = function(jnp.where(poisoned | (ROW_IDS == 3), jnp.nan, ROW_VALUES), ROW_MASK & ~poisoned, ROW_IDS)
+    np.testing.assert_array_equal(result, np.where(poisoned, 0, expected))
+
+
+@pytest.mark.parametrize("function", [segments.following, segments.cumulative_sum])
+def test_following_and_cumulative_sum_never_read_outside_the_mask(function):
+    values = jnp.where(ROW_MASK, ROW_VALUES, jnp.nan)
+    expected = function(ROW_VALUES, ROW_MASK, ROW_IDS)
+    np.testing.assert_array_equal(function(values, ROW_MASK, ROW_IDS), expected)
+
+
+def test_running_sums_of_bfloat16_are_float32():
+    ones = jnp.ones(1000, jnp.bfloat16)
+    for function, place in ((segments.sum_to_go, 0), (segments.cumulative_sum, -1)):
+        total = function(ones, ones > 0, jnp.zeros(1000, jnp.int32))
+        assert total.dtype == jnp.float32
+        assert total[place] == 1000
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_offsets_count_all_tokens_and_ranks_those_in_the_mask(compiled):
+    def both(mask, ids):
+        return segments.offsets(mask, ids, 3), segments.ranks(mask, ids, 3)
+
+    for shape in ((2, 8), (16,), (2, 1, 1, 8)):
+        results = (jax.jit(both) if compiled else both)(ROW_MASK.reshape(shape), ROW_IDS.reshape(shape))
+        for result, expected in zip(
+            results,
+            (
+                [[0, 0, 0, 2, 0, 1, 0, 0], [0, 0, 0, 0, 2, 3, 0, 0]],
+                [[0, 0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 1, 2, 0, 0]],
+            ),
+            strict=True,
+        ):
+            assert result.dtype == jnp.int32
+            np.testing.assert_array_equal(result, np.reshape(expected, shape))
+
+
+def test_offsets_and_ranks_are_right_where_the_ids_are_constant_zeros():
+    for function in (segments.offsets, segments.ranks):
+        counted = jax.jit(jax.vmap(lambda mask, f=function: f(mask, jnp.zeros(3, jnp.int32), 1)))(
+            jnp.ones((2, 3), bool)
+        )
+        np.testing.assert_array_equal(counted, [[0, 1, 2], [0, 1, 2]])

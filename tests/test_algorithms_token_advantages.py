@@ -141,13 +141,6 @@ def per_action(batch, function):
     ]
 
 
-def whitened(batch, arrays):
-    counts = [mask & has_reward for mask, has_reward in zip(batch.masks, batch.valid, strict=True)]
-    population = np.concatenate([array[count] for array, count in zip(arrays, counts, strict=True)])
-    scale = np.sqrt(population.var(ddof=1) + 1e-8)
-    return [np.where(count, (a - population.mean()) / scale, 0) for a, count in zip(arrays, counts, strict=True)]
-
-
 def loop_gae(batch, *, gamma, lam):
     def values_of(index):
         return batch.tokens["values"][index][batch.masks[index]]
@@ -160,12 +153,12 @@ def loop_gae(batch, *, gamma, lam):
 
     plain = per_action(batch, advantages_of)
     critic = per_action(batch, values_of)
-    return whitened(batch, plain), [a + v for a, v in zip(plain, critic, strict=True)]
+    return ragged.whitened(batch, plain), [a + v for a, v in zip(plain, critic, strict=True)]
 
 
 def loop_reinforce_plus_plus(batch, *, gamma):
     returns = per_action(batch, lambda index: returns_of(batch, index, gamma))
-    return whitened(batch, returns), returns
+    return ragged.whitened(batch, returns), returns
 
 
 def loop_remax(batch):

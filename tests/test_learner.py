@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS
-from jaxrl_llm.algorithms.policy_losses import sft
 from jaxrl_llm.data.packing import PackSpec, pack
-from jaxrl_llm.learner import add
+from jaxrl_llm.learner.trainable import add
 from jaxrl_llm.metrics import finish
 from jaxrl_llm.types import TrainBatch
 from tests.builders import make_learner, make_objective, make_scored, mesh
@@ -31,7 +30,7 @@ def unprepared(learner, scored, pack_spec):
     batch = learner.place(pack(scored, pack_spec))
     sequence = jnp.append(jnp.sin(1.0 + jnp.arange(batch.group_ids.shape[0])), 0.0)
     advantages = jnp.where(batch.action_mask, sequence[batch.sequence_ids], 0.0)
-    return TrainBatch(batch, batch.sampler_logprobs, batch.sampler_logprobs - 0.1, advantages)
+    return TrainBatch(batch, batch.sampler_logprobs, batch.sampler_logprobs - 0.1, advantages, batch.action_mask)
 
 
 def gradients(on, pack_spec, scored, **objective):
@@ -139,7 +138,7 @@ def test_every_device_works_on_its_own_rows_only(axes):
     on = mesh(8, **axes)
     learner = make_learner(on, make_objective())
     batch = unprepared(learner, make_scored(groups=16), spec(32, sequences=32))
-    lowered = jax.jit(learner._gradients).lower(learner.state.params, batch, 0)
+    lowered = jax.jit(learner._actor.gradients).lower(learner.state.actor, None, batch, 0, jax.random.key(0))
     text = lowered.compile().as_text()
     rows = 32 // (on.shape["data"] * on.shape["fsdp"])
     shapes = re.findall(r"= f32\[([0-9,]+)\]\S* (?:dot|all-reduce)\(", text)
@@ -213,7 +212,7 @@ def test_nothing_compiles_again_when_lengths_and_rows_change():
 
 
 def test_sft_is_the_negative_log_likelihood_of_the_demonstrations():
-    learner = make_learner(mesh(), make_objective(loss=sft, advantage=None), learning_rate=3e-2)
+    learner = make_learner(mesh(), make_objective(loss="sft", advantage=None), learning_rate=3e-2)
     scored = make_scored()
     batch, metrics = learner.prepare(learner.place(pack(scored, spec(4))))
     assert isinstance(batch, TrainBatch)

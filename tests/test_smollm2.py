@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data import chat
-from jaxrl_llm.learner import param_shardings
+from jaxrl_llm.learner.trainable import param_shardings
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.decoder import build
 from jaxrl_llm.models.logprobs import token_logprobs

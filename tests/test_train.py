@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import export, train
-from jaxrl_llm.learner import param_shardings
+from jaxrl_llm.learner.trainable import param_shardings
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.config import ModelError
 from jaxrl_llm.models.decoder import build

@@ -90,19 +90,19 @@ def off_policy(logprobs: jax.Array, rollout_logprobs: jax.Array, tokens: Tokens)
     log_ppl_S, rollout_log_ppl_S = -tokens.sequence_mean(logprobs), -tokens.sequence_mean(rollout_logprobs)
     difference_S = -tokens.sequence_mean(log_ratio)
     return {
-        "kl": mean(-log_ratio, tokens.valid),
-        "k3_kl": mean(jnp.expm1(capped) - log_ratio, tokens.valid),
-        "chi2_token": mean(_squared_ratio_less_1(log_ratio), tokens.valid),
-        "chi2_seq": mean(_squared_ratio_less_1(tokens.sequence_sum(log_ratio)), present_S),
-        "training_ppl": mean(jnp.exp(log_ppl_S), present_S),
-        "training_log_ppl": mean(log_ppl_S, present_S),
-        "rollout_ppl": mean(jnp.exp(rollout_log_ppl_S), present_S),
-        "rollout_log_ppl": mean(rollout_log_ppl_S, present_S),
-        "log_ppl_diff": mean(difference_S, present_S),
-        "log_ppl_abs_diff": mean(jnp.abs(difference_S), present_S),
-        "log_ppl_diff_max": largest(difference_S, present_S),
-        "log_ppl_diff_min": smallest(difference_S, present_S),
-        "ppl_ratio": mean(jnp.exp(difference_S), present_S),
+        "kl": _mean(-log_ratio, tokens.valid),
+        "k3_kl": _mean(jnp.expm1(capped) - log_ratio, tokens.valid),
+        "chi2_token": _mean(_squared_ratio_less_1(log_ratio), tokens.valid),
+        "chi2_seq": _mean(_squared_ratio_less_1(tokens.sequence_sum(log_ratio)), present_S),
+        "training_ppl": _mean(jnp.exp(log_ppl_S), present_S),
+        "training_log_ppl": _mean(log_ppl_S, present_S),
+        "rollout_ppl": _mean(jnp.exp(rollout_log_ppl_S), present_S),
+        "rollout_log_ppl": _mean(rollout_log_ppl_S, present_S),
+        "log_ppl_diff": _mean(difference_S, present_S),
+        "log_ppl_abs_diff": _mean(jnp.abs(difference_S), present_S),
+        "log_ppl_diff_max": _largest(difference_S, present_S),
+        "log_ppl_diff_min": _smallest(difference_S, present_S),
+        "ppl_ratio": _mean(jnp.exp(difference_S), present_S),
     }
 
 
@@ -113,21 +113,21 @@ def importance(weights: jax.Array, raw: jax.Array, tokens: Tokens, lower: float 
     weights_S, raw_S = tokens.sequence_mean(weights), tokens.sequence_mean(raw)
     squares = tokens.mean(weights**2)
     metrics = {
-        "rollout_is_mean": mean(weights, valid),
-        "rollout_is_max": largest(weights, valid),
-        "rollout_is_min": smallest(weights, valid),
+        "rollout_is_mean": _mean(weights, valid),
+        "rollout_is_max": _largest(weights, valid),
+        "rollout_is_min": _smallest(weights, valid),
         "rollout_is_std": single(_token_std(weights, tokens), valid),
-        "rollout_is_ratio_fraction_high": mean(raw > upper, valid),
-        "rollout_is_ratio_fraction_low": mean(raw < low, valid),
+        "rollout_is_ratio_fraction_high": _mean(raw > upper, valid),
+        "rollout_is_ratio_fraction_low": _mean(raw < low, valid),
         "rollout_is_eff_sample_size": single(
             (tokens.mean(weights) + _EPSILON) ** 2 / jnp.where(squares > 0, squares, 1), valid
         ),
         **_spread("rollout_is_seq", weights_S, present_S, ideal=1.0),
-        "rollout_is_seq_fraction_high": mean(raw_S > upper, present_S),
-        "rollout_is_seq_fraction_low": mean(raw_S < low, present_S),
+        "rollout_is_seq_fraction_high": _mean(raw_S > upper, present_S),
+        "rollout_is_seq_fraction_low": _mean(raw_S < low, present_S),
     }
     if lower is not None:
-        metrics["rollout_is_oob_ratio"] = mean((raw < lower) | (raw > upper), valid)
+        metrics["rollout_is_oob_ratio"] = _mean((raw < lower) | (raw > upper), valid)
     return metrics
 
 
@@ -136,12 +136,12 @@ def sequence_importance(log_weights_S: jax.Array, tokens: Tokens, lower: float |
     present_S = tokens.present_S
     high = math.log(upper)
     low = -high if lower is None else math.log(lower)
-    longest = jnp.minimum(log_weights_S, MAX_LOG_RATIO)
+    weights_S = jnp.exp(jnp.minimum(log_weights_S, MAX_LOG_RATIO))
     return {
-        "rollout_is_max": largest(jnp.exp(longest), present_S),
-        "rollout_is_min": smallest(jnp.exp(longest), present_S),
-        "rollout_is_ratio_fraction_high": mean(log_weights_S > high, present_S),
-        "rollout_is_ratio_fraction_low": mean(log_weights_S < low, present_S),
+        "rollout_is_max": _largest(weights_S, present_S),
+        "rollout_is_min": _smallest(weights_S, present_S),
+        "rollout_is_ratio_fraction_high": _mean(log_weights_S > high, present_S),
+        "rollout_is_ratio_fraction_low": _mean(log_weights_S < low, present_S),
     }
 
 
@@ -161,31 +161,31 @@ def rejection(
     if values_S is None:
         values_S = tokens.sequence_mean(values)
     metrics = {
-        f"{name}_mean": mean(values, valid),
-        f"{name}_max": largest(compared, where),
-        f"{name}_min": smallest(compared, where),
-        f"{name}_fraction_high": mean(compared > upper, where),
-        f"{name}_fraction_low": mean(compared < lower, where),
+        f"{name}_mean": _mean(values, valid),
+        f"{name}_max": _largest(compared, where),
+        f"{name}_min": _smallest(compared, where),
+        f"{name}_fraction_high": _mean(compared > upper, where),
+        f"{name}_fraction_low": _mean(compared < lower, where),
         f"{name}_std": single(_token_std(jnp.clip(values, lower, upper), tokens), valid),
         **_spread(f"{name}_seq", values_S, nonempty_S, ideal=0.0),
-        f"{name}_seq_fraction_high": mean(values_S > upper, nonempty_S),
-        f"{name}_masked_fraction": mean(~passed, valid),
-        f"{name}_seq_masked_fraction": mean(_lost_tokens(passed, tokens), nonempty_S),
+        f"{name}_seq_fraction_high": _mean(values_S > upper, nonempty_S),
+        f"{name}_masked_fraction": _mean(~passed, valid),
+        f"{name}_seq_masked_fraction": _mean(_lost_tokens(passed, tokens), nonempty_S),
     }
     if criterion.endswith("k1"):
-        metrics[f"{name}_seq_fraction_low"] = mean(values_S < lower, nonempty_S)
+        metrics[f"{name}_seq_fraction_low"] = _mean(values_S < lower, nonempty_S)
     return metrics
 
 
 def rejected(kept: jax.Array, tokens: Tokens) -> Metrics:
     """Of all criteria together."""
     return {
-        "rollout_rs_masked_fraction": mean(~kept, tokens.valid),
-        "rollout_rs_seq_masked_fraction": mean(_lost_tokens(kept, tokens), tokens.present_S),
+        "rollout_rs_masked_fraction": _mean(~kept, tokens.valid),
+        "rollout_rs_seq_masked_fraction": _mean(_lost_tokens(kept, tokens), tokens.present_S),
     }
 
 
-def mean(values: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _mean(values: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sum of the values and their number, where `where` is True."""
     total = jnp.where(where, segments.as_float(values), 0).sum()
     return total, where.sum().astype(total.dtype)
@@ -197,32 +197,36 @@ def single(value: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(exists, value, 0), exists.astype(value.dtype)
 
 
-def largest(values: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _largest(values: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Maximum of the values where `where` is True."""
     return single(jnp.max(values, where=where, initial=-jnp.inf), where)
 
 
-def smallest(values: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _smallest(values: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Minimum of the values where `where` is True."""
     return single(jnp.min(values, where=where, initial=jnp.inf), where)
 
 
 def _spread(name: str, values_S: jax.Array, where_S: jax.Array, *, ideal: float) -> Metrics:
     """Mean, standard deviation over n - 1, extremes, and the largest distance from the ideal."""
-    total, count = mean(values_S, where_S)
+    total, count = _mean(values_S, where_S)
     centred_S = jnp.where(where_S, values_S - total / jnp.maximum(count, 1), 0)
     variance = (centred_S**2).sum() / jnp.maximum(count - 1, 1)
     return {
         f"{name}_mean": (total, count),
         f"{name}_std": single(jnp.sqrt(variance), where_S),
-        f"{name}_max": largest(values_S, where_S),
-        f"{name}_min": smallest(values_S, where_S),
-        f"{name}_max_deviation": largest(jnp.abs(values_S - ideal), where_S),
+        f"{name}_max": _largest(values_S, where_S),
+        f"{name}_min": _smallest(values_S, where_S),
+        f"{name}_max_deviation": _largest(jnp.abs(values_S - ideal), where_S),
     }
 
 
 def _token_std(values: jax.Array, tokens: Tokens) -> jax.Array:
-    return jnp.sqrt(tokens.mean((values - tokens.mean(values)) ** 2))
+    """sqrt(mean of squares - square of the mean), without its cancellation: the second term is what remains of it
+    where means divide by n + epsilon."""
+    count, mean = tokens.valid.sum(), tokens.mean(values)
+    variance = tokens.mean((values - mean) ** 2) + mean**2 * _EPSILON / (count + _EPSILON)
+    return jnp.where(count > 1, jnp.sqrt(variance), 0)
 
 
 def _squared_ratio_less_1(log_ratio: jax.Array) -> jax.Array:

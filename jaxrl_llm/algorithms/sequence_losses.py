@@ -85,8 +85,7 @@ def geo_mean(
     bounded = jnp.where(positive, jnp.minimum(log_ratio, clip_ratio_high), jnp.maximum(log_ratio, -clip_ratio_low))
     loss_S = -mean(advantages) * jnp.exp(mean(jnp.where(positive | negative, bounded, 0)))
     if is_weights is not None:
-        weights = jnp.where(valid, segments.as_float(is_weights), 1)
-        loss_S = loss_S * jnp.exp(mean(jnp.log(weights + 1e-10)))
+        loss_S = loss_S * jnp.exp(mean(jnp.log(segments.as_float(is_weights) + 1e-10)))
     outside = (log_ratio < -clip_ratio_low) | (log_ratio > clip_ratio_high)
     return PolicyLoss(
         token_loss=jnp.where(valid, segments.to_tokens(loss_S, sequence_ids), 0),
