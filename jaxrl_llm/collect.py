@@ -42,7 +42,7 @@ class GroupFilter:
         if self.by in s.components:
             return s.components[self.by]
         raise UserError(
-            f"config.filter.by={self.by!r} is not \"reward\", nor a component that the reward functions returned"
+            f'config.filter.by={self.by!r} is not "reward", nor a component that the reward functions returned'
             f"{nearest(self.by, s.components)}: {', '.join(sorted(s.components))}"
         )
 

@@ -171,6 +171,7 @@ def _correction(k: Config, a: Config) -> Iterator[tuple[bool, str]]:
 def _choices(c: Config) -> Iterator[tuple[bool, str]]:
     from jaxrl_llm.algorithms.aggregation import AGGREGATIONS
     from jaxrl_llm.algorithms.kl import EXACT, KL_ESTIMATORS
+    from jaxrl_llm.algorithms.reweighting import METHODS
 
     for key, valid in {
         "task": ("rl", "sft"),
@@ -186,7 +187,7 @@ def _choices(c: Config) -> Iterator[tuple[bool, str]]:
         "algorithm.aggregation": AGGREGATIONS,
         "algorithm.kl_estimator": (*KL_ESTIMATORS, EXACT),
         "algorithm.kl_reward_estimator": ("k1", "abs", "k2", "k3", "low_var_kl"),
-        "algorithm.reweight": ("", "pow", "max_min", "max_random"),
+        "algorithm.reweight": ("", *METHODS),
         "critic.aggregation": AGGREGATIONS,
     }.items():
         value = dict(flatten(c))[key]

@@ -35,7 +35,7 @@ def run(argv: list[str]) -> None:
     args = parser.read(argv)
 
     from jaxrl_llm import policy, resume
-    from jaxrl_llm.learner import param_shardings
+    from jaxrl_llm.learner.trainable import param_shardings
     from jaxrl_llm.models import huggingface
 
     c = resume.load_run(args.run)

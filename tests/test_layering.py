@@ -59,7 +59,7 @@ def test_files_and_functions_stay_readable(path):
 
 def test_only_the_learner_jits_a_training_step():
     steps = [p.name for p in FILES if inside(p, "jaxrl_llm/") and "jax.grad(" in p.read_text()]
-    assert steps == ["learner.py"]
+    assert steps == ["trainable.py"]
 
 
 def test_the_folders_are_reached_through_the_package():
