@@ -61,6 +61,11 @@ class LengthPenalty:
         """The sample with the penalty in its components and its reward; one without a reward as it is."""
         if s.reward is None:
             return s
+        if "overlong" in s.components:
+            raise UserError(
+                "the reward functions returned the component 'overlong', which is the length penalty's name; rename it, "
+                "or set config.reward.overlong_buffer=0"
+            )
         excess = s.rollout.response_length - (self.limit - self.buffer)
         penalty = -self.factor * min(max(excess / self.buffer, 0.0), 1.0)
         return replace(s, components={**s.components, "overlong": penalty}, reward=s.reward + self.weight * penalty)

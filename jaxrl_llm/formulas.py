@@ -82,7 +82,7 @@ def of_config(algorithm: Mapping[str, Any]) -> tuple[BoundLoss, BoundAdvantage]:
     own = dict(algorithm["constants"])
     constants = {**{key: value for key, value in algorithm.items() if key != "constants"}, **own}
     bound = loss(algorithm["loss"], constants), advantage(algorithm["advantage"], constants)
-    taken = {name for part in bound for name in part.function.keywords}
+    taken = {name for part in bound for name in inspect.signature(part.function).parameters}
     for name in own:
         if name not in taken:
             raise UserError(

@@ -294,6 +294,67 @@ FUNCTIONS = [
     ),
 ]
 
+ALGORITHMS = [
+    ("kl estimator", sets("algorithm.kl_estimator=k4"), ["config.algorithm.kl_estimator='k4' is not one of 'k1'"]),
+    ("exact KL in the reward", sets("algorithm.kl_reward_estimator=exact"), ["kl_reward_estimator='exact' is not one"]),
+    ("reweighting", sets("algorithm.reweight=max_mim"), ["config.algorithm.reweight='max_mim'", "'max_min'?"]),
+    ("target without a weight", sets("algorithm.kl_target=0.1"), ["set config.algorithm.kl_reward_coef, the weight"]),
+    ("dual clip", sets("algorithm.clip_ratio_c=1.0"), ["config.algorithm.clip_ratio_c must be above 1, got 1.0"]),
+    ("fraction", sets("algorithm.kl_cov_ratio=2.0"), ["config.algorithm.kl_cov_ratio must be at most 1, got 2.0"]),
+    ("own constant", sets("algorithm.constants.beta=1"), ["algorithm.constants.beta is no argument of", "'vanilla'"]),
+    (
+        "typo in an own constant",
+        m.loss(
+            LOSS.replace("num_sequences", "num_sequences, beta=1") + "    return PolicyLoss(-beta * logprobs, {})\n",
+            "algorithm.constants.bta=1",
+        ),
+        ["config.algorithm.constants.bta is no argument of", "did you mean 'beta'?"],
+    ),
+    ("no components", sets("algorithm.advantage=gdpo"), ["needs config.algorithm.components", "names of the reward"]),
+    ("filter's range alone", sets("filter.mean_range=(0.2,0.8)"), ["mean_range=(0.2, 0.8) needs config.filter.by"]),
+    (
+        "filter's range of one",
+        sets("filter.by=reward", "filter.entropy_range=(0.2,)"),
+        ["config.filter.entropy_range=(0.2,) must be two numbers"],
+    ),
+    (
+        "filter and epochs",
+        sets("filter.by=reward", "total_steps=0", "total_epochs=1"),
+        ["a step reads as many prompts as it needs; set config.total_steps instead"],
+    ),
+    ("filter without a bound", sets("filter.by=reward", "filter.max_batches=0"), ["max_batches must be more than 0"]),
+    ("filter's batches alone", sets("filter.gen_batch_size=8"), ["gen_batch_size=8 needs config.filter.by"]),
+    ("buffer", sets("reward.overlong_buffer=9"), ["config.reward.overlong_buffer=9 is more than", "length=8"]),
+    (
+        "level of weights",
+        sets("rollout_correction.rollout_is=tokens"),
+        ["config.rollout_correction: ", "rollout_is 'tokens' is unknown; expected one of token, sequence"],
+    ),
+    (
+        "threshold",
+        sets("rollout_correction.rollout_is=token", "rollout_correction.rollout_is_threshold=high"),
+        ["config.rollout_correction: ", "'high'"],
+    ),
+    (
+        "two criteria, one threshold",
+        sets("rollout_correction.rollout_rs=token_k1,seq_max_k1", "rollout_correction.rollout_rs_threshold=0.5_2.0"),
+        ["config.rollout_correction: ", "seq_max_k1"],
+    ),
+    (
+        "corrected twice",
+        sets("rollout_correction.bypass=True", "rollout_correction.rollout_is=token"),
+        ["is to the sampler already", "would correct twice", "reinforce"],
+    ),
+    (
+        "a baseline that needs what is bypassed",
+        sets("rollout_correction.bypass=True", "algorithm.advantage=optimal_token_baseline"),
+        ["leaves out the forward pass"],
+    ),
+    ("critic's path", sets("algorithm.advantage=gae", "critic.path=/nowhere"), ["folder '/nowhere' does not exist"]),
+    ("critic's rate", sets("critic.learning_rate=0.0"), ["config.critic.learning_rate must be more than 0"]),
+    ("typo in the critic", sets("critic.warmup=3"), ["config.critic.warmup does not exist", "warmup_steps"]),
+]
+
 REFUSED = {
     "command line": COMMAND_LINE,
     "recipe": RECIPES,
@@ -301,4 +362,5 @@ REFUSED = {
     "model": MODELS,
     "place": PLACES,
     "function": FUNCTIONS,
+    "algorithm": ALGORITHMS,
 }

@@ -221,8 +221,8 @@ def reward(body: str, *more: str) -> Build:
     return _python("rewards.py", body, "reward.functions", "fn", *more)
 
 
-def loss(body: str) -> Build:
-    return _python("mine.py", body, "algorithm.loss", "loss")
+def loss(body: str, *more: str) -> Build:
+    return _python("mine.py", body, "algorithm.loss", "loss", *more)
 
 
 def advantage(body: str) -> Build:

@@ -150,6 +150,11 @@ def test_the_length_penalty_has_a_factor_and_a_weight_and_spares_what_has_no_rew
     assert DAPO(failed) is failed
 
 
+def test_a_component_of_the_penaltys_name_is_told():
+    with pytest.raises(UserError, match="'overlong', which is the length penalty's name"):
+        DAPO(sample(1.0, overlong=0.0))
+
+
 def test_the_length_penalty_makes_no_group_informative():
     lengths = [50, 85, 90, 101]
     solved = [sample(1.0, length=length) for length in lengths]

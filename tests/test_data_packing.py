@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,7 +55,7 @@ def test_micro_batches_in_use_come_first_and_shapes_depend_on_the_spec_only():
     shapes = set()
     for seed in range(3):
         batch = pack(make_scored(seed=seed), spec())
-        shapes.add(tuple(x.shape for x in batch))
+        shapes.add(tuple(x.shape for x in batch if x is not None))
         for a, used in enumerate(batch.num_micro):
             assert (batch.segment_ids[a, :used] > 0).any(axis=(1, 2)).all()
             assert (batch.segment_ids[a, used:] == 0).all()
@@ -108,3 +110,30 @@ def test_row_lengths_are_a_quarter_a_half_and_all():
 def test_a_batch_of_another_size_is_a_mistake_of_the_caller():
     with pytest.raises(ValueError, match="8 sequences, got 6"):
         pack(make_scored(groups=3), spec())
+
+
+def test_cut_off_responses_are_in_no_row_but_count_in_their_group():
+    scored = make_scored()  # all were cut off
+    finished = [replace(s, rollout=replace(s.rollout, stop_reason="eos")) if i % 2 else s for i, s in enumerate(scored)]
+    batch = pack(finished, spec(mask_truncated=True))
+    assert set(batch.sequence_ids[batch.sequence_ids < 8].tolist()) == {1, 3, 5, 7}
+    assert batch.valid.all()
+    np.testing.assert_array_equal(batch.rewards, [s.reward for s in scored])
+    everything = pack(finished, spec())
+    assert set(everything.sequence_ids[everything.sequence_ids < 8].tolist()) == set(range(8))
+
+
+def test_components_stand_in_the_order_asked_for_beside_their_weights():
+    scored = [replace(s, components={"b": i, "a": 10.0 * i, "c": 0}) for i, s in enumerate(make_scored(failed=(2,)))]
+    batch = pack(scored, spec(components=(("a", 1.0), ("b", 0.5))))
+    expected = [[10.0 * i, i] if i != 2 else [0, 0] for i in range(8)]
+    np.testing.assert_array_equal(batch.components, np.array(expected, np.float32))
+    np.testing.assert_array_equal(batch.component_weights, np.array([1.0, 0.5], np.float32))
+    with pytest.raises(UserError, match=r"config.algorithm.components names 'd', .* they returned a, b, c"):
+        pack(scored, spec(components=(("d", 1.0),)))
+
+
+def test_baselines_are_there_if_they_are_asked_for():
+    scored = [replace(s, baseline=0.5 * i) for i, s in enumerate(make_scored())]
+    np.testing.assert_array_equal(pack(scored, spec(baseline=True)).baseline_rewards, 0.5 * np.arange(8))
+    assert pack(scored, spec()).baseline_rewards is None
