@@ -114,7 +114,8 @@ def _filter() -> Config:
     c.by = ""  # "reward" or a reward component: a prompt stays if its samples differ in it; "": no filter
     c.mean_range = ()  # (lowest, highest) mean of it over a prompt's samples; (): any
     c.entropy_range = ()  # the same for the mean sampling entropy, nats a token
-    c.max_batches = 10  # batches of prompts generated at most for one step; then prompts that tell nothing fill it
+    c.max_batches = 10  # batches of prompts generated at most for one step
+    c.at_bound = "fill"  # then: "fill" the batch with prompts that tell nothing, or "error"
     c.gen_batch_size = 0  # prompts in each of these batches; 0: data.train_batch_size
     return c
 

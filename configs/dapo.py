@@ -6,8 +6,8 @@
     reward component "overlong": 0, falling to -1 over the last tokens before the longest response
 
 Dynamic sampling looks at the reward before the length penalty. Where 10 batches do not hold enough prompts that tell
-something, others fill the batch (verl stops there). The paper's overlong filtering, which it compares with the
-penalty, is config.algorithm.mask_truncated.
+something, others fill the batch; config.filter.at_bound="error" ends the run instead, as verl does. The paper's
+overlong filtering, which it compares with the penalty, is config.algorithm.mask_truncated.
 
 On the quickstart's task; for your own, call `apply` on your config.
 """

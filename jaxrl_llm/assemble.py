@@ -187,7 +187,9 @@ def collector(c: Config, stream: PromptStream, pool: Pool, reads: frozenset[str]
         partial(pool.generate, sampling=sampling(c)),
         pool.score,
         groups=groups,
-        group_filter=GroupFilter(f.by, f.mean_range, f.entropy_range, f.max_batches) if f.by else None,
+        group_filter=GroupFilter(f.by, f.mean_range, f.entropy_range, f.max_batches, f.at_bound == "fill")
+        if f.by
+        else None,
         penalty=penalty if w.overlong_buffer else None,
         greedy=partial(pool.generate, sampling=greedy) if "baseline_rewards" in reads else None,
     )

@@ -29,6 +29,7 @@ class GroupFilter:
     mean_range: tuple[float, ...]  # (lowest, highest) mean of it that is kept; (): any
     entropy_range: tuple[float, ...]  # the same of the sampling entropy in nats a token, estimated by -mean(log-prob)
     max_batches: int  # generated at most, for one step
+    fill: bool = True  # groups that tell nothing fill a batch that lacks others then; False: the run ends
 
     def informative(self, group: Sequence[Scored]) -> bool:
         """Whether the samples of a prompt differ, and lie in the ranges. Length penalties are not in it yet."""
@@ -117,6 +118,12 @@ class Collector:
                 "train/informative_groups": len(kept) / (len(kept) + len(others)),
                 "train/uninformative_groups_used": max(self._groups - len(kept), 0) / self._groups,
             }
+            if len(kept) < self._groups and not self._filter.fill:
+                raise UserError(
+                    f"{len(kept)} of the {len(kept) + len(others)} prompts generated for this step tell something, and "
+                    f"a batch needs {self._groups}: raise config.filter.max_batches={self._filter.max_batches}, widen "
+                    "the filter's ranges, choose data of another difficulty, or set config.filter.at_bound='fill'"
+                )
         # The batch has a fixed size: where the bound was reached, groups that tell nothing fill it.
         scored = [s for group in (kept + others)[: self._groups] for s in group]
         if self._penalty:

@@ -151,14 +151,21 @@ def _unknown(full: str, section: str, siblings: Sequence[str]) -> str:
     text = f"config.{full} does not exist"
     leaf = full.rsplit(".", 1)[-1]
     near = (
-        [name for name in known if name.rsplit(".", 1)[-1] == leaf]
+        _of_that_name(full, known)
         or [f"{section}.{s}".lstrip(".") for s in difflib.get_close_matches(leaf, siblings, n=1)]
         or difflib.get_close_matches(full, known, n=1, cutoff=0.85)
     )
     if near:
-        text += f"; did you mean config.{near[0]}?"
+        text += f"; did you mean {' or '.join(f'config.{name}' for name in near)}?"
     where = f"config.{section}" if section else "config"
     return f"{text.rstrip('?')}{'?' if near else '.'} Keys of {where}: {', '.join(siblings)}"
+
+
+def _of_that_name(full: str, known: Sequence[str]) -> list[str]:
+    """The keys of other sections with the same last name: the nearest if `full` has a section, else all."""
+    leaf = full.rsplit(".", 1)[-1]
+    same = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
+    return difflib.get_close_matches(full, same, n=1, cutoff=0) if "." in full else same
 
 
 def _base() -> Config:
@@ -346,9 +353,8 @@ def unknown_argument(argument: str) -> UserError:
     hint = ""
     name = argument.lstrip("-").partition("=")[0]
     known = [full for full, _ in flatten(_base())]
-    near = [full for full in known if full == name or full.endswith("." + name)]
-    near = near or difflib.get_close_matches(name, known, n=1)
+    near = _of_that_name(name, known) or difflib.get_close_matches(name, known, n=1)
     if near:
-        hint = f"; did you mean --config.{near[0]}=...?"
+        hint = f"; did you mean {' or '.join(f'--config.{full}=...' for full in near)}?"
     known_ones = "; expected --config NAME, --config.KEY=VALUE" if not hint else ""
     return UserError(f"argument {argument!r} is unknown{hint or known_ones}")

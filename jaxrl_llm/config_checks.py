@@ -188,6 +188,7 @@ def _choices(c: Config) -> Iterator[tuple[bool, str]]:
         "algorithm.kl_estimator": (*KL_ESTIMATORS, EXACT),
         "algorithm.kl_reward_estimator": ("k1", "abs", "k2", "k3", "low_var_kl"),
         "algorithm.reweight": ("", *METHODS),
+        "filter.at_bound": ("fill", "error"),
         "critic.aggregation": AGGREGATIONS,
     }.items():
         value = dict(flatten(c))[key]

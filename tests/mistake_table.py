@@ -26,7 +26,7 @@ COMMAND_LINE = [
     ),
     ("typo in a key", sets("optimizer.learing_rate=1"), ["did you mean config.optimizer.learning_rate?"]),
     ("typo in a section", sets("optimiser.beta1=0.5"), ["did you mean config.optimizer.beta1?"]),
-    ("key without its section", sets("learning_rate=1"), ["did you mean config.optimizer.learning_rate?"]),
+    ("key without its section", sets("learning_rate=1"), ["did you mean", " config.optimizer.learning_rate "]),
     ("key without a value", ["--config.seed"], ["--config.seed needs a value"]),
     ("argument without config", ["--seed=3"], ["'--seed=3' is unknown; did you mean --config.seed=...?"]),
     ("a lone file name", ["train.jsonl"], ["'train.jsonl' is unknown; expected --config NAME, --config.KEY=VALUE"]),

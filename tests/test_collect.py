@@ -86,6 +86,12 @@ def test_at_the_bound_prompts_that_tell_nothing_fill_the_batch_and_are_counted()
     assert metrics["train/uninformative_groups_used"] == 0.5
 
 
+def test_at_the_bound_the_run_can_end_instead():
+    bounded = replace(BY_REWARD, max_batches=3, fill=False)
+    with pytest.raises(UserError, match=r"1 of the 6 prompts generated .* tell something, and a batch needs 2: raise"):
+        collector([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]], group_filter=bounded)(Timer())
+
+
 def test_batches_that_are_generated_may_be_smaller_than_the_one_that_is_learned():
     collect = collector([[1.0, 1.0], [1.0, 0.0]], batch=1, groups=3, group_filter=BY_REWARD)
     assert uids(collect(Timer()).scored) == [1, 1, 2, 2, 3, 3]

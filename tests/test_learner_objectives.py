@@ -77,8 +77,9 @@ def test_micro_batches_and_devices_change_nothing(name, layout):
     got, metrics = gradients(layout, OBJECTIVES[name])
     assert_same(got, expected)
     for key, value in its_metrics.items():
-        if key != "actor/loss":  # of slopes, where the loss is one of the whole batch
-            assert metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+        assert metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+    terms = metrics["actor/pg_loss"] + 0.5 * metrics.get("actor/kl_loss", 0)
+    assert metrics["actor/loss"] == pytest.approx(terms, rel=1e-5, abs=1e-6)
 
 
 def test_losses_of_the_whole_batch_choose_tokens_and_the_gradient_knows():

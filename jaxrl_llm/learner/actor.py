@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms.correction import correct
 from jaxrl_llm.algorithms.kl import EXACT, kl_penalty
 from jaxrl_llm.algorithms.policy_losses import WITHOUT_RATIO
 from jaxrl_llm.formulas import BoundAdvantage, BoundLoss
-from jaxrl_llm.learner.trainable import Metrics, Parts, Trainable, over_micro_batches
+from jaxrl_llm.learner.trainable import Metrics, Parts, Trainable, over_micro_batches, single
 from jaxrl_llm.models.decoder import Decoder, Model
 from jaxrl_llm.models.logprobs import TokenStats, exact_kl, token_logprobs
 from jaxrl_llm.types import ModelState, SequenceBatch, TrainBatch
@@ -136,12 +136,14 @@ class Actor(Trainable):
             None if batch.is_weights is None else batch.is_weights[index],
             self._weights(batch.mask[index], s, index, batch.sequence_weights),
         )
-        metrics: Metrics = {}
-        if o.whole_batch:
-            mini, metrics = self._whole_batch(state.params, mini, batch, index, key)
         loss = partial(self._micro_loss, reference=reference, num_sequences=S)
-        grads, micro_metrics = self.accumulate(loss, state.params, mini, s.num_micro[index])
-        return grads, micro_metrics | metrics
+        if not o.whole_batch:
+            return self.accumulate(loss, state.params, mini, s.num_micro[index])
+        mini, known = self._whole_batch(state.params, mini, batch, index, key)
+        grads, metrics = self.accumulate(loss, state.params, mini, s.num_micro[index])
+        # What the slopes gave has the gradient of the policy's loss, not its value.
+        value = metrics["actor/loss"][0] - metrics["actor/pg_loss"][0] + known["actor/pg_loss"][0]
+        return grads, {**metrics, **known, "actor/loss": single(value)}
 
     def _weights(
         self, mask: jax.Array, s: SequenceBatch, index: jax.Array, sequence_weights: jax.Array | None
@@ -191,7 +193,7 @@ class Actor(Trainable):
             return _weighted(policy.token_loss, mini), policy.metrics
 
         (loss, metrics), slopes = jax.value_and_grad(total, has_aux=True)(logprobs)
-        return mini._replace(slopes=slopes), metrics | corrected | {"actor/pg_loss": (loss, jnp.float32(1))}
+        return mini._replace(slopes=slopes), metrics | corrected | {"actor/pg_loss": single(loss)}
 
     def _micro_loss(self, params: Any, micro: _Micro, *, reference: Any, num_sequences: int) -> tuple[jax.Array, Parts]:
         """This micro-batch's part of the mini-batch's loss."""
@@ -200,8 +202,8 @@ class Actor(Trainable):
         stats = self._stats(module, hidden, micro, entropy=bool(o.entropy_coef))
         metrics: Parts = {}
         if micro.slopes is not None:
-            # The value is not the loss, its gradient is.
             loss = jnp.sum(jnp.where(micro.mask, micro.slopes * stats.logprob, 0.0))
+            metrics = {"actor/pg_loss": (loss, None)}
         else:
             policy = o.loss(
                 stats.logprob,
