@@ -64,8 +64,8 @@ class LengthPenalty:
             return s
         if "overlong" in s.components:
             raise UserError(
-                "the reward functions returned the component 'overlong', which is the length penalty's name; rename it, "
-                "or set config.reward.overlong_buffer=0"
+                "the reward functions returned the component 'overlong', which is the length penalty's name: rename "
+                "it, or set config.reward.overlong_buffer=0"
             )
         excess = s.rollout.response_length - (self.limit - self.buffer)
         penalty = -self.factor * min(max(excess / self.buffer, 0.0), 1.0)

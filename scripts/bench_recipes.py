@@ -31,9 +31,26 @@ from jaxrl_llm.cli import command
 from jaxrl_llm.types import UserError
 
 RECIPES = (
-    "ppo grpo dr_grpo dapo gspo rloo reinforce_plus_plus reinforce_plus_plus_baseline remax opo gmpo cispo sapo gpg "
-    "clip_cov kl_cov dppo prime passk"
-).split()
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "dppo",
+    "prime",
+    "passk",
+)
 ACCURACY = re.compile(r"val-core/.*/acc/mean@\d+")
 
 
