@@ -1,11 +1,11 @@
 """Check the algorithms against golden values: advantages, losses, gradients, metrics, rollout correction.
 
     python scripts/check_golden.py tests/golden/verl_core_algos.json
-    python scripts/check_golden.py FILE.json --dtype float64 --layout packed --no_jit
+    python scripts/check_golden.py FILE.json --program eager --dtype float64 --layout packed
 
-    --dtype D     float64 (within 1e-9, relative and absolute) or float32 (within 2e-5); both by default
-    --layout L    padded, one sequence a row, or packed, several; both by default
-    --no_jit      op by op only; by default both that and compiled
+    --program P   jit (compiled) or eager (op by op); as all of these, both by default
+    --dtype D     float64 (within 1e-9, relative and absolute) or float32 (within 2e-5)
+    --layout L    padded, one sequence a row, or packed, several
 
 The file is JSON with `batches`, by name the arrays [rows, tokens] (group_ids and baseline_rewards [rows]) of one batch
 with one sequence a row, and `cases`: of what `kind` (advantage, policy_loss, kl, value_loss, rollout_correction) and
@@ -18,6 +18,7 @@ field that does not exist is a failure. Exits with 2 if the file cannot be read.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import json
 import sys
@@ -33,20 +34,27 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxrl_llm import formulas
-from jaxrl_llm.algorithms.advantages import Experience
+from jaxrl_llm.algorithms.advantages import ADVANTAGES, Experience
 from jaxrl_llm.algorithms.aggregation import token_weights
 from jaxrl_llm.algorithms.correction import IMPORTANCE_LEVELS, REJECTIONS, correct
 from jaxrl_llm.algorithms.kl import kl_penalty
+from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.algorithms.value_losses import clipped
 from jaxrl_llm.arguments import Parser
 from jaxrl_llm.cli import command
 from jaxrl_llm.plugins import describe, unknown_name
 from jaxrl_llm.types import UserError
 
+PROGRAMS = ("jit", "eager")
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5}
-OURS = {"normalize_std": "normalize_by_std", "clip": "value_clip"}  # constants that have another name here
+OURS = {  # constants that have other names here
+    "normalize_std": ["normalize_by_std"],
+    "clip": ["value_clip"],
+    "clip_ratio": ["clip_ratio_low", "clip_ratio_high"],  # where these are not given
+}
 VALUE_LOSSES = {"clipped": clipped}
 Case = Mapping[str, Any]
+Way = tuple[str, str, str]  # program, dtype and layout
 
 
 class Fields(dict):
@@ -60,7 +68,7 @@ class Golden(NamedTuple):
     """A golden file."""
 
     batches: Mapping[str, Mapping[str, np.ndarray]]
-    cases: list[Any]
+    cases: Sequence[Case]
     sequences: int  # of the largest batch: smaller ones leave some without tokens
     width: int  # tokens of the longest row
 
@@ -71,11 +79,8 @@ def read(path: Path) -> Golden:
         file = json.loads(path.read_text(), object_pairs_hook=Fields)
         batches = Fields({k: Fields({n: np.array(x) for n, x in v.items()}) for k, v in file["batches"].items()})
         rows, widths = zip(*(batch["mask"].shape for batch in batches.values()), strict=True)
-        cases = file["cases"]
-        assert isinstance(cases, list), "'cases' is no list"
+        cases = [Fields(case) for case in file["cases"]]
         assert cases, "'cases' is empty"
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # whatever a garbled file leads to
         text = str(error).splitlines()[0]
         raise UserError(f"{path} is not a golden file: {type(error).__name__}: {text}") from error
@@ -127,30 +132,20 @@ def _layout(batch: Mapping[str, np.ndarray], source: np.ndarray, sequence_ids: n
 LAYOUTS = {"padded": padded, "packed": packed}
 
 
-class Way(NamedTuple):
-    """One way to compute a case."""
-
-    compiled: bool
-    dtype: str
-    layout: str
-
-    def __str__(self) -> str:
-        return f"{'jit' if self.compiled else 'eager'} {self.dtype} {self.layout}"
-
-
 class Trial:
     """A case's batch, laid out, with a way to run functions on it."""
 
     def __init__(self, golden: Golden, case: Case, way: Way):
-        self.way, self.sequences = way, golden.sequences
+        self.program, self.dtype, layout = way
+        self.sequences = golden.sequences
         self.batch = golden.batches[case["batch"]]
         self.rows, self.width = self.batch["mask"].shape
-        self.layout = LAYOUTS[way.layout](self.batch, golden.sequences, golden.width)
+        self.layout = LAYOUTS[layout](self.batch, golden.sequences, golden.width)
         self.mask, self.sequence_ids = jnp.asarray(self.layout.mask), jnp.asarray(self.layout.sequence_ids)
 
     def run(self, identity: Hashable, function: Callable[..., Any], *arrays: Any) -> Any:
         """The function's result as numpy. Functions of one identity are the same, compiled once a dtype."""
-        if self.way.compiled:
+        if self.program == "jit":
             function = _COMPILED.setdefault((identity, self.sequences), jax.jit(function))
         return jax.device_get(function(*arrays))
 
@@ -164,21 +159,20 @@ class Trial:
             loss = loss_of(first, *others, mask, sequence_ids=ids, num_sequences=self.sequences, **more)
             return jnp.sum(weights * loss.token_loss), loss.metrics
 
-        function = jax.value_and_grad(total, has_aux=True)
         batch = (self.mask, self.sequence_ids, self.width, self.rows)
-        return self.run((identity, mode), function, arrays[0], arrays[1:], *batch, more)
+        return self.run((identity, mode), jax.value_and_grad(total, has_aux=True), arrays[0], arrays[1:], *batch, more)
 
     def tokens(self, values: Any, fill: float = np.nan) -> jax.Array:
         """[rows, tokens] laid out."""
         if np.shape(values) != (self.rows, self.width):
             raise UserError(f"an array has the shape {list(np.shape(values))}, the mask {[self.rows, self.width]}")
-        return jnp.asarray(self.layout.place(np.asarray(values, float), fill), self.way.dtype)
+        return jnp.asarray(self.layout.place(np.asarray(values, float), fill), self.dtype)
 
     def per_sequence(self, values: np.ndarray) -> jax.Array:
         """[rows, ...] as [S, ...]."""
         placed = np.full((self.sequences, *values.shape[1:]), np.nan)
         placed[: self.rows] = values
-        return jnp.asarray(placed, self.way.dtype)
+        return jnp.asarray(placed, self.dtype)
 
     def compare_tokens(self, name: str, ours: np.ndarray, golden: Any) -> Iterator[str]:
         """What differs inside the mask, and what is not 0 outside it."""
@@ -191,18 +185,16 @@ class Trial:
     def compare(self, name: str, ours: Any, golden: Any) -> Iterator[str]:
         """The largest difference that is beyond the tolerance."""
         ours, golden = np.asarray(ours), np.asarray(golden)
-        if ours.dtype != self.way.dtype or ours.shape != golden.shape:
-            yield f"{name} is {ours.dtype} {list(ours.shape)}, expected {self.way.dtype} {list(golden.shape)}"
+        if ours.dtype != self.dtype or ours.shape != golden.shape:
+            yield f"{name} is {ours.dtype} {list(ours.shape)}, expected {self.dtype} {list(golden.shape)}"
             return
-        tolerance = TOLERANCES[self.way.dtype]
+        tolerance = TOLERANCES[self.dtype]
         wrong = ~np.isclose(ours, golden, rtol=tolerance, atol=tolerance, equal_nan=True)
         if wrong.any():
             with np.errstate(invalid="ignore"):
                 error = np.nan_to_num(np.where(wrong, np.abs(ours - golden), 0), nan=np.inf)
             at = np.unravel_index(np.argmax(error), error.shape)
-            values = f"{ours[at]:.10g} instead of {golden[at]:.10g}"
-            among = f" ({wrong.sum()} of {wrong.size} values differ)" if wrong.ndim else ""
-            yield f"{name} differs by {error[at]:.1e}: {values}{among}"
+            yield f"{name} differs by {error[at]:.1e}: {ours[at]:.10g} instead of {golden[at]:.10g}"
 
     def compare_metrics(
         self, ours: Mapping[str, Any], prefix: str, golden: Mapping[str, float], *, epsilon: float
@@ -218,7 +210,7 @@ class Trial:
                 mean = total / (count + epsilon)
             # Some golden metrics are float32 in files that are float64 otherwise.
             rounded = np.float32(mean) if float(np.float32(expected)) == expected else mean
-            yield from self.compare(f"the metric {prefix}{name}", rounded.astype(self.way.dtype), expected)
+            yield from self.compare(f"the metric {prefix}{name}", rounded.astype(self.dtype), expected)
 
 
 def advantage(case: Case, trial: Trial) -> Iterator[str]:
@@ -240,7 +232,7 @@ def advantage(case: Case, trial: Trial) -> Iterator[str]:
         is_weights=trial.tokens(batch["is_weights"]) if corrected else None,
         baseline_rewards=trial.per_sequence(batch["baseline_rewards"]) if "baseline_rewards" in batch else None,
         components=components and trial.per_sequence(np.stack([*components.values()], axis=1)),
-        component_weights=None if weights is None else jnp.asarray(weights, trial.way.dtype),
+        component_weights=None if weights is None else jnp.asarray(weights, trial.dtype),
         **{name: trial.tokens(batch[name]) for name in optional},
     )
     constants = _constants(params)
@@ -277,8 +269,8 @@ def kl(case: Case, trial: Trial) -> Iterator[str]:
         return values.sum(), values
 
     logprobs, reference = (trial.tokens(trial.batch[name]) for name in ("logprobs", "ref_logprobs"))
-    function = jax.value_and_grad(total, has_aux=True)
-    (_, values), gradient = trial.run(("kl", case["name"]), function, logprobs, reference, trial.mask)
+    differentiated = jax.value_and_grad(total, has_aux=True)
+    (_, values), gradient = trial.run(("kl", case["name"]), differentiated, logprobs, reference, trial.mask)
     yield from trial.compare_tokens("value", values, case["value"])
     yield from trial.compare_tokens("grad_logprobs", gradient, case["grad_logprobs"])
 
@@ -303,10 +295,9 @@ def value_loss(case: Case, trial: Trial) -> Iterator[str]:
 
 def rollout_correction(case: Case, trial: Trial) -> Iterator[str]:
     """algorithms/correction.py."""
-    known = (*IMPORTANCE_LEVELS, *REJECTIONS)
     for name in case["name"].split(","):
-        if name not in known:
-            raise unknown_name("rollout correction", name, known)
+        if name not in (*IMPORTANCE_LEVELS, *REJECTIONS):
+            raise unknown_name("rollout correction", name, (*IMPORTANCE_LEVELS, *REJECTIONS))
     constants = _constants(case["params"])
 
     def corrected(logprobs: Any, rollout_logprobs: Any, mask: Any, ids: Any) -> Any:
@@ -314,13 +305,12 @@ def rollout_correction(case: Case, trial: Trial) -> Iterator[str]:
         return correct(logprobs, rollout_logprobs, mask, **more)
 
     old, rollout = (trial.tokens(trial.batch[name]) for name in ("old_logprobs", "rollout_logprobs"))
-    identity = ("rollout_correction", constants)
-    result = trial.run(identity, corrected, old, rollout, trial.mask, trial.sequence_ids)
+    result = trial.run(("rollout_correction", constants), corrected, old, rollout, trial.mask, trial.sequence_ids)
     if (result.weights is None) != (case["weights"] is None):
         yield f"there are {'no ' if result.weights is None else ''}weights, unlike in the golden file"
     elif result.weights is not None:
         yield from trial.compare_tokens("weights", result.weights, case["weights"])
-    yield from trial.compare_tokens("mask", result.mask.astype(trial.way.dtype), case["mask"])
+    yield from trial.compare_tokens("mask", result.mask.astype(trial.dtype), case["mask"])
     yield from trial.compare_metrics(result.metrics, "rollout_corr/", case["metrics"], epsilon=0.0)
 
 
@@ -332,40 +322,45 @@ _COMPILED: dict[Hashable, Callable[..., Any]] = {}
 
 def _constants(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Our names for the constants, in a form that can be a key."""
-    return tuple((OURS.get(name, name), value) for name, value in params.items())
+    renamed = {ours: value for name, value in params.items() for ours in OURS.get(name, [])}
+    return tuple({**renamed, **{name: value for name, value in params.items() if name not in OURS}}.items())
 
 
 @functools.cache
 def _bound(bind: Callable[..., Any], name: str, constants: tuple[tuple[str, Any], ...]) -> Any:
+    """A function with those of the constants that it names; UserError if no function of its kind names one."""
+    functions = [*ADVANTAGES.values(), *POLICY_LOSSES.values()]
+    known = {parameter for function in functions for parameter in inspect.signature(function).parameters}
+    for constant, _ in constants:
+        if constant not in known:
+            raise unknown_name("constant", constant, known)
     return bind(name, dict(constants))
 
 
-def failures(golden: Golden, case: Any, ways: Sequence[Way]) -> dict[str, list[Way]]:
+def failures(golden: Golden, case: Case, ways: Sequence[Way]) -> dict[str, list[Way]]:
     """What is wrong with a case, and in which ways of computing it."""
     found: dict[str, list[Way]] = {}
     for way in ways:
-        with jax.enable_x64(way.dtype == "float64"):
+        with jax.enable_x64("float64" in way):
             try:
                 if case["kind"] not in KINDS:
                     raise unknown_name("kind", case["kind"], KINDS)
                 texts = list(KINDS[case["kind"]](case, Trial(golden, case, way)))
-            except UserError as error:
-                texts = [str(error)]
             except Exception as error:  # a case that cannot be computed fails like any other
-                texts = [describe(error, __file__)]
+                texts = [str(error) if isinstance(error, UserError) else describe(error, __file__)]
         for text in texts:
             found.setdefault(text, []).append(way)
     return found
 
 
-def label(case: Any) -> str:
-    """What tells a case from the others."""
-    if not isinstance(case, Mapping):
-        return f"{case!r:.80}"
-    parts = [case.get(key) for key in ("kind", "name", "batch", "aggregation")]
+def label(case: Case) -> str:
+    parts = [case[key] for key in ("kind", "name", "batch", "aggregation") if key in case]
     params = [f"{name}={value}" for name, value in (case.get("params") or {}).items()]
-    corrected = ["use_is_weights"] if case.get("use_is_weights") else []
-    return " ".join([*(str(part) for part in parts if part is not None), *params, *corrected])
+    return " ".join(map(str, [*parts, *params, *(["use_is_weights"] if case.get("use_is_weights") else [])]))
+
+
+def _listed(ways: Sequence[Way]) -> str:
+    return ", ".join(" ".join(way) for way in ways)
 
 
 def main(argv: list[str]) -> int:
@@ -373,32 +368,30 @@ def main(argv: list[str]) -> int:
     parser = Parser("check_golden")
     parser.prog = "python scripts/check_golden.py"
     parser.add_argument("file", type=Path, metavar="FILE.json")
-    parser.add_argument("--dtype", choices=TOLERANCES)
-    parser.add_argument("--layout", choices=LAYOUTS)
-    parser.add_argument("--no_jit", action="store_true")
+    choices = {"program": PROGRAMS, "dtype": TOLERANCES, "layout": LAYOUTS}
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", choices=values)
     args = parser.read(argv)
     try:
         golden = read(args.file)
     except UserError as error:
         parser.error(str(error))
-    compiled = [False] if args.no_jit else [True, False]
-    dtypes = [args.dtype] if args.dtype else [*TOLERANCES]
-    layouts = [args.layout] if args.layout else [*LAYOUTS]
-    ways = [Way(*choice) for choice in itertools.product(compiled, dtypes, layouts)]
+    chosen = ([getattr(args, name)] if getattr(args, name) else [*values] for name, values in choices.items())
+    ways = [*itertools.product(*chosen)]
     counts: dict[tuple[str, str], Counter[bool]] = {}
     for case in track(golden.cases, "cases", console=Console(stderr=True), transient=True):
         found = failures(golden, case, ways)
         failed = {way for those in found.values() for way in those}
-        kind, name = (str(case.get(key)) for key in ("kind", "name")) if isinstance(case, Mapping) else ("None",) * 2
+        kind, name = (str(case.get(key)) for key in ("kind", "name"))
         counts.setdefault((kind, name), Counter()).update(way not in failed for way in ways)
         for text, those in found.items():
-            where = "in every way" if len(those) == len(ways) else ", ".join(map(str, those))
+            where = "in every way" if len(those) == len(ways) else _listed(those)
             print(f"FAILED {label(case)}: {text} ({where})", flush=True)
     width = max(len(name) for _, name in counts)
     for (kind, name), count in counts.items():
         print(f"{kind:<18}  {name:<{width}}  {count[True]:>5} passed  {count[False]:>5} failed")
     total = sum(counts.values(), Counter())
-    shown = f"{len(golden.cases)} cases in {len(ways)} ways ({', '.join(map(str, ways))})"
+    shown = f"{len(golden.cases)} cases in {len(ways)} ways ({_listed(ways)})"
     print(f"{shown}: {total[True]} passed, {total[False]} failed")
     return 1 if total[False] else 0
 
