@@ -7,7 +7,6 @@ import pytest
 import ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verl_golden import BATCHES, NUM_GROUPS, assert_close, cases, experience, layouts, precision, programs
 
 from jaxrl_llm.algorithms.advantages import ADVANTAGES, gdpo, gpg, grpo, grpo_passk, opo, prime, rloo
 from jaxrl_llm.algorithms.experience import Experience
@@ -23,21 +22,6 @@ each_advantage = pytest.mark.parametrize("name", ADVANTAGES)
 @functools.cache
 def program(function, constants=()):
     return jax.jit(functools.partial(function, **dict(constants)))
-
-
-@programs
-@layouts
-@pytest.mark.parametrize("case", cases("advantage", *(name for name in ADVANTAGES if name != "prime")))
-def test_advantages_and_returns_agree_with_verl(case, layout, compiled, dtype):
-    names = {"normalize_std": "normalize_by_std", "gamma": "gamma", "lam": "lam", "f_norm": "f_norm"}
-    constants = tuple((names[key], value) for key, value in case["params"].items() if key in names)
-    batch, function = BATCHES[case["batch"]], ADVANTAGES[case["name"]]
-    placed = layout(batch)
-    with precision(dtype):
-        sees = experience(case, placed, dtype)
-        result = program(function, constants)(sees) if compiled else function(sees, **dict(constants))
-    for actual, key in ((result.advantages, "advantages"), (result.returns, "returns")):
-        assert_close(placed.take(actual), np.where(batch["mask"] > 0, case[key], 0), dtype)
 
 
 def one_token_each(rewards, groups, valid=None):
@@ -294,7 +278,7 @@ def test_prime_agrees_with_a_loop(seed):
         np.testing.assert_allclose(found, wanted, **CLOSE)
 
 
-SAMPLES = 12
+SAMPLES, NUM_GROUPS = 12, 4
 samples = st.lists(
     st.tuples(st.integers(-8, 8), st.integers(0, NUM_GROUPS - 1), st.booleans()),
     min_size=SAMPLES,

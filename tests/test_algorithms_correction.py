@@ -1,66 +1,18 @@
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from verl_golden import BATCHES, NUM_SEQUENCES, assert_close, cases, layouts, precision, programs
 
 from jaxrl_llm.algorithms.correction import REJECTIONS, check, correct
 from jaxrl_llm.types import UserError
-
-GOLDEN = cases("rollout_correction", "token", "sequence", *REJECTIONS, "token_k1,seq_mean_k3")
-SETTINGS = {str(case.values[0]["params"]): case.values[0]["params"] for case in GOLDEN}
-
-
-def with_all_settings(logprobs, rollout_logprobs, mask, ids):
-    """By settings; in one program, for each takes a second to compile."""
-    return {
-        name: correct(logprobs, rollout_logprobs, mask, sequence_ids=ids, num_sequences=NUM_SEQUENCES, **params)
-        for name, params in SETTINGS.items()
-    }
-
-
-compiled_with_all_settings = jax.jit(with_all_settings)
-
-
-@functools.cache
-def corrections(batch_name, layout, compiled, dtype):
-    batch = BATCHES[batch_name]
-    tokens = layout(batch)
-    function = compiled_with_all_settings if compiled else with_all_settings
-    with precision(dtype):
-        logprobs, rollout = (jnp.asarray(tokens.place(batch[x], dtype)) for x in ("old_logprobs", "rollout_logprobs"))
-        return tokens, function(logprobs, rollout, jnp.asarray(tokens.mask), jnp.asarray(tokens.sequence_ids))
 
 
 def finished(metrics):
     """Without prefix, on the host; those that nothing was counted for are left out."""
     pairs = {name: np.asarray(pair, np.float64) for name, pair in metrics.items()}
     return {name.removeprefix("rollout_corr/"): total / count for name, (total, count) in pairs.items() if count}
-
-
-@programs
-@layouts
-@pytest.mark.parametrize("case", GOLDEN)
-def test_corrections_agree_with_verl(case, layout, compiled, dtype):
-    tokens, results = corrections(case["batch"], layout, compiled, dtype)
-    correction = results[str(case["params"])]
-    if case["weights"] is None:
-        assert correction.weights is None
-    else:
-        assert_close(tokens.take(correction.weights), case["weights"], dtype)
-    assert correction.mask.dtype == bool
-    np.testing.assert_array_equal(tokens.take(correction.mask), case["mask"])
-    metrics = finished(correction.metrics)
-    assert metrics.keys() == case["metrics"].keys()
-    for name, expected in case["metrics"].items():
-        if "fraction" in name:
-            # Those over sequences verl takes in float32.
-            assert metrics[name] == pytest.approx(expected, rel=1e-7), name
-        else:
-            assert_close(metrics[name].astype(dtype), expected, dtype)
 
 
 settings = ("num_sequences", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")

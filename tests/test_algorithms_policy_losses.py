@@ -6,17 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from verl_golden import (
-    BATCHES,
-    NUM_SEQUENCES,
-    assert_close,
-    cases,
-    layouts,
-    packed,
-    padded,
-    precision,
-    programs,
-)
+from verl_golden import BATCHES, NUM_SEQUENCES, assert_close, layouts, packed, padded
 
 from jaxrl_llm.algorithms import aggregation
 from jaxrl_llm.algorithms.policy_losses import LOSS_AGGREGATION, POLICY_LOSSES, WHOLE_BATCH_LOSSES, PolicyLoss
@@ -35,7 +25,6 @@ CONSTANTS = {
     "ppo_kl_coef": 0.5,
     "dro_beta": 0.5,
 }
-GOLDEN = sorted(POLICY_LOSSES.keys() - {"reinforce", "sft"})
 RATIOS, ADVANTAGES = [5.0, 5, 0.5, 0.5, 2, 1.1], [-1.0, 1, 1, -1, -1, 2]
 
 
@@ -58,45 +47,6 @@ def weighted(logprobs, old, advantages, mask, ids, weights, constants, *, name):
 
 gradient_of = functools.cache(lambda name: jax.value_and_grad(functools.partial(weighted, name=name), has_aux=True))
 compiled_gradient_of = functools.cache(lambda name: jax.jit(gradient_of(name)))
-compiled_weights = jax.jit(aggregation.token_weights, static_argnames=("mode", "num_sequences"))
-
-
-@programs
-@layouts
-@pytest.mark.parametrize("case", cases("policy_loss", *GOLDEN))
-def test_losses_gradients_and_metrics_agree_with_verl(case, layout, compiled, dtype):
-    name, batch = case["name"], BATCHES[case["batch"]]
-    rows, width = batch["mask"].shape
-    tokens = layout(batch)
-    with precision(dtype):
-        mask, ids = jnp.asarray(tokens.mask), jnp.asarray(tokens.sequence_ids)
-        inputs = [
-            jnp.asarray(tokens.place(x, dtype)) for x in (batch["logprobs"], batch["old_logprobs"], case["advantages"])
-        ]
-        weights = (compiled_weights if compiled else aggregation.token_weights)(
-            LOSS_AGGREGATION.get(name, case["aggregation"]),
-            mask,
-            ids,
-            num_sequences=NUM_SEQUENCES,
-            length_norm=width,
-            batch_sequences=rows,
-        )
-        constants = {key: value for key, value in case["params"].items() if key != "clip_ratio"}
-        if case["use_is_weights"]:
-            constants["is_weights"] = jnp.asarray(tokens.place(batch["is_weights"], dtype))
-        call = (compiled_gradient_of if compiled else gradient_of)(name)
-        (loss, metrics), gradient = call(*inputs, mask, ids, weights, constants)
-    assert_close(loss, case["loss"], dtype)
-    assert_close(tokens.take(gradient), case["grad_logprobs"], dtype)
-    assert metrics.keys() == {f"actor/{name}" for name in case["metrics"]}
-    for name, expected in case["metrics"].items():
-        total, count = map(np.asarray, metrics[f"actor/{name}"])
-        assert count == batch["mask"].sum()
-        assert_close(total / (count + 1e-8), expected, dtype)
-
-
-def test_every_case_of_verl_is_compared():
-    assert len(cases("policy_loss", *GOLDEN)) == 170
 
 
 @functools.cache
@@ -271,7 +221,7 @@ def test_the_first_gradient_is_the_policy_gradient(name, layout):
     constants = {"is_weights": is_weights, "clip_cov_lb": 1e6, "clip_cov_ub": 1e7}
     _, gradient = compiled_gradient_of(name)(logprobs, logprobs, advantages, mask, ids, weights, constants)
     expected = -tokens.take(jnp.where(mask, weights, 0)) * per_sequence * importance
-    assert_close(tokens.take(gradient), expected, "float32")
+    assert_close(tokens.take(gradient), expected)
 
 
 def random_tokens(layout, batch="even"):
