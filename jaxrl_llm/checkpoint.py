@@ -169,6 +169,12 @@ def restore(path: Path, abstract: TrainState) -> TrainState:
     Raises UserError, naming what differs, if it is one of another model or optimizer, and DamagedCheckpoint.
     """
     contents, layout = _contents(path), _layout(abstract)
+    theirs, ours = ({name[1:].split(".")[0].split("[")[0] for name in x} for x in (contents["layout"], layout))
+    if theirs != ours:
+        raise UserError(
+            f"checkpoint {path} holds {', '.join(sorted(theirs))}; this run has {', '.join(sorted(ours))}. A run "
+            "cannot go on with an algorithm that trains other models. Change it back, or choose another config.run_dir"
+        )
     if contents["layout"] != layout:
         raise UserError(
             f"checkpoint {path} does not fit this run's model and optimizer: {_differences(contents['layout'], layout)}"

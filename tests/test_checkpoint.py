@@ -1,6 +1,5 @@
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 from jaxrl_llm import checkpoint
 from jaxrl_llm.checkpoint import Checkpoints, DamagedCheckpoint
-from jaxrl_llm.types import TrainState, UserError
+from jaxrl_llm.types import ModelState, TrainState, UserError
 
 
 def state(value):
@@ -80,6 +79,9 @@ def test_a_checkpoint_of_another_model_is_not_called_damaged(tmp_path):
         checkpoint.restore(path, other)
     with pytest.raises(UserError, match=r"'w'\] is float32\[128, 128\], expected nothing"):
         checkpoint.restore_params(path, other.params)
+    with_critic = abstract()._replace(critic=ModelState(*abstract()[:3]))
+    with pytest.raises(UserError, match=r"holds opt_state, params, step; this run has critic, opt_state, params, step"):
+        checkpoint.restore(path, with_critic)
 
 
 def largest(folder):
@@ -121,19 +123,28 @@ def test_damage_is_found(tmp_path, kind):
             checkpoint.restore_params(path, abstract().params)
 
 
+EXHAUSTED = """
+import os, resource, sys
+from pathlib import Path
+from jaxrl_llm import checkpoint
+path = Path(sys.argv[1])
+checkpoint.read_rest(path)
+free = os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free
+os.close(free)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free, free))
+try:
+    checkpoint.read_rest(path)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
 def test_what_the_system_cannot_read_is_not_called_damaged(tmp_path):
+    """In a process of its own, in which nothing else opens files."""
     save(tmp_path, {1: 0.1})
     path = checkpoint.newest(tmp_path / "checkpoints")
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        free = os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, most))
-        with pytest.raises(UserError, match="cannot be read: Too many open files"):
-            checkpoint.read_rest(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    done = subprocess.run([sys.executable, "-c", EXHAUSTED, str(path)], capture_output=True, text=True, check=False)
+    assert done.stdout == f"UserError: checkpoint {path} cannot be read: Too many open files\n", done.stderr
 
 
 def test_another_format_is_refused_by_name(tmp_path):
