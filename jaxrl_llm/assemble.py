@@ -119,9 +119,12 @@ def engine(c: Config, source: Source, model: Model, mesh: Mesh) -> JaxEngine:
 
 def reward_pool(c: Config) -> RewardPool:
     """The reward workers, started."""
+    weights = c.reward.weights.to_dict()
+    if c.reward.overlong_buffer:
+        weights.pop(LengthPenalty.NAME, None)  # no function's
     return RewardPool(
         c.reward.functions,
-        weights=c.reward.weights.to_dict(),
+        weights=weights,
         kwargs=c.reward.kwargs.to_dict(),
         workers=c.reward.workers,
         timeout_s=c.reward.timeout_s,
@@ -179,7 +182,7 @@ def collector(c: Config, stream: PromptStream, pool: Pool, reads: frozenset[str]
         return Collector(stream, demonstrations.rollouts, demonstrations.ungraded, groups=groups)
     f, w = c.filter, c.reward
     penalty = LengthPenalty(
-        c.data.max_response_length, w.overlong_buffer, w.overlong_factor, float(w.weights.get("overlong", 1.0))
+        c.data.max_response_length, w.overlong_buffer, w.overlong_factor, float(w.weights.get(LengthPenalty.NAME, 1.0))
     )
     greedy = replace(sampling(c), n=1, temperature=0.0)
     return Collector(

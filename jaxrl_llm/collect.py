@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -57,19 +57,20 @@ class LengthPenalty:
     buffer: int  # tokens
     factor: float
     weight: float = 1.0  # of the component in the reward
+    NAME: ClassVar[str] = "overlong"
 
     def __call__(self, s: Scored) -> Scored:
         """The sample with the penalty in its components and its reward; one without a reward as it is."""
         if s.reward is None:
             return s
-        if "overlong" in s.components:
+        if self.NAME in s.components:
             raise UserError(
                 "the reward functions returned the component 'overlong', which is the length penalty's name: rename "
                 "it, or set config.reward.overlong_buffer=0"
             )
         excess = s.rollout.response_length - (self.limit - self.buffer)
         penalty = -self.factor * min(max(excess / self.buffer, 0.0), 1.0)
-        return replace(s, components={**s.components, "overlong": penalty}, reward=s.reward + self.weight * penalty)
+        return replace(s, components={**s.components, self.NAME: penalty}, reward=s.reward + self.weight * penalty)
 
 
 class Collected(NamedTuple):
