@@ -154,7 +154,7 @@ def test_every_start_is_on_record(copy):
 
 def test_a_disk_that_is_full_names_the_last_good_checkpoint(tmp_path):
     parts = assemble(small(tmp_path), Console(quiet=True))
-    score, calls = parts.run.score, []
+    score, calls = parts.run.collect._score, []
 
     def fill(rollouts):
         calls.append(rollouts)
@@ -162,7 +162,7 @@ def test_a_disk_that_is_full_names_the_last_good_checkpoint(tmp_path):
             parts.run.writer._file = open("/dev/full", "w")  # noqa: SIM115
         return score(rollouts)
 
-    parts.run.score = fill
+    parts.run.collect._score = fill
     words = rf"No space left on device; the last good checkpoint is {tmp_path}/checkpoints/2\. Make room"
     with pytest.raises(UserError, match=words):
         _train(parts, Interrupts())
@@ -170,7 +170,7 @@ def test_a_disk_that_is_full_names_the_last_good_checkpoint(tmp_path):
 
 def test_steps_that_are_done_are_saved_when_scoring_fails(straight, tmp_path):
     parts = assemble(small(tmp_path), Console(quiet=True))
-    score, calls = parts.run.score, []
+    score, calls = parts.run.collect._score, []
 
     def fail(rollouts):
         calls.append(rollouts)
@@ -178,7 +178,7 @@ def test_steps_that_are_done_are_saved_when_scoring_fails(straight, tmp_path):
             raise UserError("no sample could be scored")
         return score(rollouts)
 
-    parts.run.score = fail
+    parts.run.collect._score = fail
     with pytest.raises(UserError, match="no sample could be scored"):
         _train(parts, Interrupts())
     resumed, shown, _ = run(small(tmp_path))
@@ -189,7 +189,7 @@ def test_steps_that_are_done_are_saved_when_scoring_fails(straight, tmp_path):
 def test_a_signal_while_a_failed_run_is_closing_does_not_hide_its_error(tmp_path):
     with Interrupts() as interrupts:
         parts = assemble(small(tmp_path), Console(quiet=True), interrupts)
-        parts.run.score = lambda rollouts: (_ for _ in ()).throw(UserError("broken"))
+        parts.run.collect._score = lambda rollouts: (_ for _ in ()).throw(UserError("broken"))
         parts.resources.callback(os.kill, os.getpid(), signal.SIGTERM)
         with pytest.raises(UserError, match="broken"):
             _train(parts, interrupts)
@@ -199,7 +199,8 @@ def interrupted(run_dir, stage, number):
     """The small run, with a signal at the third step of a stage; returns what `train` does."""
     with Interrupts() as interrupts:
         parts = assemble(small(run_dir), Console(quiet=True), interrupts)
-        function, calls = getattr(parts.run, stage), []
+        owner = parts.run if stage == "sync" else parts.run.collect
+        function, calls = getattr(owner, stage), []
 
         def signalled(*args):
             calls.append(args)
@@ -209,14 +210,14 @@ def interrupted(run_dir, stage, number):
                 os.kill(os.getpid(), number)
             return function(*args)
 
-        setattr(parts.run, stage, signalled)
+        setattr(owner, stage, signalled)
         with parts.resources:
             return train(parts.run)
 
 
 @pytest.mark.parametrize(
     ("stage", "number", "done"),
-    [("rollouts", signal.SIGTERM, 2), ("score", signal.SIGINT, 2), ("sync", signal.SIGTERM, 3)],
+    [("_generate", signal.SIGTERM, 2), ("_score", signal.SIGINT, 2), ("sync", signal.SIGTERM, 3)],
 )
 def test_a_signal_ends_a_run_with_everything_saved(straight, tmp_path, stage, number, done):
     before = signal.signal(number, signal.SIG_DFL)  # a shell's background jobs, such as this one, may ignore SIGINT

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
 
 from jaxrl_llm.algorithms import kl, segments
 from jaxrl_llm.algorithms.token_losses import PolicyLoss, clipped_surrogate, only_valid, token_means
@@ -53,7 +54,7 @@ def clip_cov(
     cov = _covariances(advantages, logprobs, valid, sequence_ids, num_sequences)
     candidates = valid & ~clipped & (cov > clip_cov_lb) & (cov < clip_cov_ub)
     numbers = _random_bits(key, valid, sequence_ids, num_sequences)
-    chosen = _first(_quota(clip_cov_ratio, valid), numbers, candidates, sequence_ids)
+    chosen = _first(_quota(clip_cov_ratio, valid), numbers, candidates, sequence_ids, num_sequences)
     return PolicyLoss(
         token_loss=jnp.where(chosen, 0, surrogate),
         metrics=token_means(valid, ppo_kl=-log_ratio, pg_clipfrac=chosen),
@@ -84,7 +85,7 @@ def kl_cov(
     log_ratio = logprobs - old_logprobs
     distance = kl.absolute(log_ratio)
     cov = _covariances(advantages, logprobs, valid, sequence_ids, num_sequences)
-    chosen = _first(_quota(kl_cov_ratio, valid), -cov, valid, sequence_ids)
+    chosen = _first(_quota(kl_cov_ratio, valid), -cov, valid, sequence_ids, num_sequences)
     return PolicyLoss(
         token_loss=-advantages * jnp.exp(log_ratio) + jnp.where(chosen, ppo_kl_coef * distance, 0),
         metrics=token_means(valid, ppo_kl=distance),
@@ -116,17 +117,36 @@ def _quota(ratio: float, valid: jax.Array) -> jax.Array:
 
 def _random_bits(key: jax.Array, valid: jax.Array, sequence_ids: jax.Array, num_sequences: int) -> jax.Array:
     """uint32 [...], for each valid token from its sequence's id and its place among the sequence's valid tokens."""
-
-    def bits(sequence_id: jax.Array, place: jax.Array) -> jax.Array:
-        return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, sequence_id), place))
-
     places = segments.ranks(valid, sequence_ids, num_sequences)
-    return jax.vmap(bits)(sequence_ids.ravel(), places.ravel()).reshape(valid.shape)
+    seed = jax.random.bits(key, (2,), jnp.uint32)
+    return threefry_2x32(seed, jnp.stack([sequence_ids, places]).astype(jnp.uint32))[0]
 
 
-def _first(quota: jax.Array, values: jax.Array, eligible: jax.Array, sequence_ids: jax.Array) -> jax.Array:
+def _first(
+    quota: jax.Array, values: jax.Array, eligible: jax.Array, sequence_ids: jax.Array, num_sequences: int
+) -> jax.Array:
     """bool [...]: the `quota` eligible tokens with the lowest values, all if there are no more. Among equals the lower
-    sequence id goes first, then the earlier token: tokens of a sequence are in order, and the sort is stable."""
-    order = jnp.lexsort((sequence_ids.ravel(), values.ravel(), ~eligible.ravel()))
-    picked = jnp.zeros(order.shape, bool).at[order].set(jnp.arange(order.size) < quota)
-    return picked.reshape(eligible.shape) & eligible
+    sequence id goes first, then the earlier token."""
+    bits = _ordered_bits(values)
+    highest_bit = bits.dtype.type(1) << (jnp.iinfo(bits.dtype).bits - 1)
+
+    def raised(place: jax.Array, bound: jax.Array) -> jax.Array:
+        higher = bound | (highest_bit >> place.astype(bits.dtype))
+        return jnp.where((eligible & (bits < higher)).sum() < quota, higher, bound)
+
+    # The highest number that fewer than `quota` are below, bit by bit: to sort all tokens takes far longer.
+    bound = jax.lax.fori_loop(0, jnp.iinfo(bits.dtype).bits, raised, jnp.zeros((), bits.dtype))
+    below, equal = eligible & (bits < bound), eligible & (bits == bound)
+    equal_S = segments.sequence_lengths(equal, sequence_ids, num_sequences)
+    before = segments.to_tokens(jnp.cumsum(equal_S) - equal_S, sequence_ids)
+    before = before + segments.ranks(equal, sequence_ids, num_sequences)
+    return below | (equal & (before < quota - below.sum()))
+
+
+def _ordered_bits(values: jax.Array) -> jax.Array:
+    """Unsigned integers in the order of the values, which are unsigned integers or floats."""
+    if jnp.issubdtype(values.dtype, jnp.unsignedinteger):
+        return values
+    unsigned = jnp.dtype(f"uint{jnp.finfo(values.dtype).bits}")
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0, values), unsigned)  # -0.0 is 0.0
+    return jnp.where(values < 0, ~bits, bits | unsigned.type(1) << (jnp.finfo(values.dtype).bits - 1))
