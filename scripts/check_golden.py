@@ -116,8 +116,7 @@ def packed(batch: Mapping[str, np.ndarray], sequences: int, width: int) -> Layou
     tokens = counts.shape[1]
     for index, row_counts in enumerate(counts):
         length = 1 + int(np.max(np.flatnonzero(row_counts), initial=-1))
-        row = next(row for row, start in enumerate(used) if start + 1 + length <= source.shape[1])
-        start = used[row]
+        row, start = next((row, start) for row, start in enumerate(used) if start + 1 + length <= source.shape[1])
         used[row] = start + 1 + length
         source[row, start + 1 : used[row]] = index * tokens + np.arange(length)
         sequence_ids[row, start : used[row]] = index
@@ -263,14 +262,15 @@ def policy_loss(case: Case, trial: Trial) -> Iterator[str]:
 
 def kl(case: Case, trial: Trial) -> Iterator[str]:
     """The estimators of algorithms/kl.py and their gradients."""
+    constants = _constants(case["params"])
 
     def total(logprobs: Any, reference: Any, mask: Any) -> Any:
-        values = kl_penalty(logprobs, reference, case["name"], mask=mask)
+        values = kl_penalty(logprobs, reference, case["name"], mask=mask, **dict(constants))
         return values.sum(), values
 
     logprobs, reference = (trial.tokens(trial.batch[name]) for name in ("logprobs", "ref_logprobs"))
     differentiated = jax.value_and_grad(total, has_aux=True)
-    (_, values), gradient = trial.run(("kl", case["name"]), differentiated, logprobs, reference, trial.mask)
+    (_, values), gradient = trial.run(("kl", case["name"], constants), differentiated, logprobs, reference, trial.mask)
     yield from trial.compare_tokens("value", values, case["value"])
     yield from trial.compare_tokens("grad_logprobs", gradient, case["grad_logprobs"])
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from verl_golden import BATCHES, NUM_SEQUENCES, assert_close, layouts, packed, padded
+import ragged
 
 from jaxrl_llm.algorithms import aggregation
 from jaxrl_llm.algorithms.policy_losses import LOSS_AGGREGATION, POLICY_LOSSES, WHOLE_BATCH_LOSSES, PolicyLoss
@@ -25,6 +25,9 @@ CONSTANTS = {
     "ppo_kl_coef": 0.5,
     "dro_beta": 0.5,
 }
+BATCH = ragged.batch()
+NUM_SEQUENCES = len(BATCH.masks)
+layouts = pytest.mark.parametrize("layout", ["padded", "packed"])
 RATIOS, ADVANTAGES = [5.0, 5, 0.5, 0.5, 2, 1.1], [-1.0, 1, 1, -1, -1, 2]
 
 
@@ -203,33 +206,27 @@ def test_reinforce_reports_the_divergence_from_the_sampler():
     assert means(loss) == {"actor/ppo_kl": pytest.approx((-0.5 + 2) / 2)}
 
 
+def laid_out(layout, batch=BATCH):
+    """Log-probs, mask and sequence ids. Of samples without a reward no token is in the mask."""
+    sees = ragged.experience(batch, layout)
+    return sees.old_logprobs, sees.mask & jnp.append(batch.valid, False)[sees.sequence_ids], sees.sequence_ids
+
+
 @layouts
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"sft"}))
 def test_the_first_gradient_is_the_policy_gradient(name, layout):
     """Where the policy is still the old one, every loss sends -A, times the token's weights."""
-    batch = BATCHES["uneven"]
-    tokens, rows = layout(batch), len(batch["mask"])
-    mask, ids = jnp.asarray(tokens.mask), jnp.asarray(tokens.sequence_ids)
+    logprobs, mask, ids = laid_out(layout)
     mode = LOSS_AGGREGATION.get(name, "token-mean")
-    weights = aggregation.token_weights(mode, mask, ids, NUM_SEQUENCES, batch_sequences=rows)
+    weights = aggregation.token_weights(mode, mask, ids, NUM_SEQUENCES, batch_sequences=NUM_SEQUENCES)
     # One number a sequence, as the losses of whole sequences expect; one of them is 0.
-    per_sequence, importance = np.arange(rows)[:, None] - 4.0, 0.5 + np.arange(rows)[:, None] / rows
-    spread = np.ones_like(batch["mask"])
-    logprobs, advantages, is_weights = (
-        jnp.asarray(tokens.place(x, "float32")) for x in (batch["logprobs"], per_sequence * spread, importance * spread)
-    )
+    numbers = jnp.arange(NUM_SEQUENCES, dtype=jnp.float32)
+    advantages, is_weights = (jnp.append(x, jnp.nan)[ids] for x in (numbers - 4, 0.5 + numbers / NUM_SEQUENCES))
     constants = {"is_weights": is_weights, "clip_cov_lb": 1e6, "clip_cov_ub": 1e7}
     _, gradient = compiled_gradient_of(name)(logprobs, logprobs, advantages, mask, ids, weights, constants)
-    expected = -tokens.take(jnp.where(mask, weights, 0)) * per_sequence * importance
-    assert_close(tokens.take(gradient), expected)
-
-
-def random_tokens(layout, batch="even"):
-    """The tokens of a batch with unlike advantages and no clip: all covariances are different."""
-    tokens = layout(BATCHES[batch])
-    logprobs = tokens.place(BATCHES[batch]["logprobs"], "float32")
-    advantages = np.sin(7 * logprobs)
-    return tokens, (jnp.asarray(logprobs), jnp.asarray(logprobs), jnp.asarray(advantages))
+    assert gradient.dtype == np.float32
+    expected = jnp.where(mask, -weights * advantages * is_weights, 0)
+    np.testing.assert_allclose(gradient, expected, rtol=2e-5, atol=2e-5)
 
 
 @functools.cache
@@ -242,55 +239,54 @@ def compiled_chosen(name):
     return jax.jit(chosen)
 
 
-def chosen_by(name, layout, batch="even", moved=0.0, **constants):
-    """bool [rows, width] of the batch: the tokens that are not left with their plain loss."""
-    tokens, (logprobs, old, advantages) = random_tokens(layout, batch)
-    chosen, metrics = compiled_chosen(name)(
-        logprobs + moved, old, advantages, jnp.asarray(tokens.mask), jnp.asarray(tokens.sequence_ids), constants
-    )
-    return tokens.take(chosen), metrics
-
-
-def covariances(batch):
-    mask = BATCHES[batch]["mask"] > 0
-    logprobs = BATCHES[batch]["logprobs"].astype(np.float32)
+def chosen_by(name, layout, batch=BATCH, moved=0.0, **constants):
+    """bool: of all tokens, sequence by sequence, those that are not left with their plain loss. No token is clipped."""
+    logprobs, mask, ids = laid_out(layout, batch)
     advantages = np.sin(7 * logprobs)
-    return np.where(mask, (advantages - advantages[mask].mean()) * (logprobs - logprobs[mask].mean()), np.nan)
+    chosen, metrics = compiled_chosen(name)(logprobs + moved, logprobs, advantages, mask, ids, constants)
+    return np.concatenate(ragged.taken(chosen, batch, layout)), metrics
+
+
+def covariances(batch=BATCH):
+    """Of the same tokens, all different; NaN outside the mask, as the log-probs are."""
+    logprobs = np.concatenate(batch.tokens["old_logprobs"]).astype(np.float32)
+    advantages = np.sin(7 * logprobs)
+    return (advantages - np.nanmean(advantages)) * (logprobs - np.nanmean(logprobs))
 
 
 BOUNDS = {"clip_cov_lb": 0.0, "clip_cov_ub": 10.0}
 
 
 def test_clip_cov_draws_its_quota_among_the_candidates_whatever_the_layout():
-    candidates = covariances("even") > 0
-    assert candidates.sum() > 8
+    candidates = covariances() > 0
+    assert candidates.sum() > 5
     for seed in range(3):
         constants = BOUNDS | {"clip_cov_ratio": 0.2, "key": jax.random.key(seed)}
-        drawn, metrics = chosen_by("clip_cov", padded, **constants)
-        assert drawn.sum() == 8  # of 40 tokens
+        drawn, metrics = chosen_by("clip_cov", "padded", **constants)
+        assert drawn.sum() == 5  # of 27 tokens in the mask
         assert candidates[drawn].all()
-        assert metrics["actor/pg_clipfrac"] == (8, 40)
-        np.testing.assert_array_equal(chosen_by("clip_cov", packed, **constants)[0], drawn)
+        assert metrics["actor/pg_clipfrac"] == (5, 27)
+        np.testing.assert_array_equal(chosen_by("clip_cov", "packed", **constants)[0], drawn)
 
 
 def test_clip_cov_draws_each_candidate_for_some_key_and_all_alike():
-    candidates = covariances("even") > 0
+    candidates = covariances() > 0
     keys = [jax.random.key(seed) for seed in range(200)]
-    drawn = sum(chosen_by("clip_cov", padded, key=key, clip_cov_ratio=0.2, **BOUNDS)[0].astype(int) for key in keys)
-    expected = 200 * 8 / candidates.sum()
+    drawn = sum(chosen_by("clip_cov", "padded", key=key, clip_cov_ratio=0.2, **BOUNDS)[0].astype(int) for key in keys)
+    expected = 200 * 5 / candidates.sum()
     assert (drawn[~candidates] == 0).all()
     assert drawn[candidates].min() > 0.75 * expected
     assert drawn[candidates].max() < 1.25 * expected
 
 
 def test_clip_cov_draws_all_candidates_within_its_quota_and_at_least_one():
-    candidates = covariances("even") > 0
-    drawn, _ = chosen_by("clip_cov", padded, clip_cov_ratio=1.0, **BOUNDS)
+    candidates = covariances() > 0
+    drawn, _ = chosen_by("clip_cov", "padded", clip_cov_ratio=1.0, **BOUNDS)
     np.testing.assert_array_equal(drawn, candidates)
-    drawn, _ = chosen_by("clip_cov", padded, clip_cov_ratio=1e-6, **BOUNDS)
+    drawn, _ = chosen_by("clip_cov", "padded", clip_cov_ratio=1e-6, **BOUNDS)
     assert drawn.sum() == 1
-    drawn, _ = chosen_by("clip_cov", padded, clip_cov_ratio=1.0, clip_cov_lb=0.05, clip_cov_ub=0.3)
-    np.testing.assert_array_equal(drawn, (covariances("even") > 0.05) & (covariances("even") < 0.3))
+    drawn, _ = chosen_by("clip_cov", "padded", clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.3)
+    np.testing.assert_array_equal(drawn, (covariances() > 0.1) & (covariances() < 0.3))
 
 
 def test_clip_cov_leaves_alone_what_is_clipped_already():
@@ -308,11 +304,12 @@ def test_clip_cov_asks_for_a_key():
 
 @layouts
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 0.3, 1.0])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_kl_cov_holds_exactly_the_tokens_of_highest_covariance(batch, layout, ratio):
-    values = covariances(batch).ravel()
-    count = max(1, int(BATCHES[batch]["mask"].sum() * ratio))
-    highest = np.argsort(np.where(np.isnan(values), np.inf, -values))[:count]
+@pytest.mark.parametrize("seed", range(5))
+def test_kl_cov_holds_exactly_the_tokens_of_highest_covariance(seed, layout, ratio):
+    batch = ragged.batch(seed)
+    values = covariances(batch)
+    count = max(1, int(np.isfinite(values).sum() * ratio))
+    highest = np.argsort(-values)[:count]  # NaN comes last
     held, _ = chosen_by("kl_cov", layout, batch, moved=0.1, kl_cov_ratio=ratio)
     np.testing.assert_array_equal(np.flatnonzero(held), np.sort(highest))
 
@@ -372,10 +369,9 @@ def test_no_token_makes_no_loss_and_no_metric(name):
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - WHOLE_BATCH_LOSSES))
 def test_micro_batches_add_up_to_the_whole(name):
-    batch = BATCHES["even"]
-    arrays = [batch[key].astype(np.float32) for key in ("logprobs", "old_logprobs", "values", "mask")]
-    ids = np.broadcast_to(np.arange(len(batch["mask"]))[:, None], batch["mask"].shape)
-    whole, *parts = (called(name, *(x[cut] for x in [*arrays, ids])) for cut in (slice(0, 8), slice(0, 3), slice(3, 8)))
+    old, mask, ids = laid_out("padded")
+    arrays = (old + 0.3 * jnp.sin(9 * old), old, ragged.experience(BATCH, "padded").values, mask, ids)
+    whole, *parts = (called(name, *(x[cut] for x in arrays)) for cut in (slice(None), slice(5), slice(5, None)))
     token_loss = np.concatenate([part.token_loss for part in parts])
     np.testing.assert_allclose(token_loss, whole.token_loss, rtol=1e-6, atol=1e-7)
     for metric, index in itertools.product(whole.metrics, (0, 1)):

@@ -7,7 +7,7 @@ from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.correction import IMPORTANCE_LEVELS, REJECTIONS
 from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
-from scripts.check_golden import main
+from scripts.check_golden import KINDS, main
 
 FILE = Path(__file__).parent / "golden" / "verl_core_algos.json"
 GOLDEN = json.loads(FILE.read_text())
@@ -76,9 +76,12 @@ def moved(values):
         ("policy_loss", "vanilla", "grad_logprobs", "grad_logprobs differs by 1.0e-06"),
         ("policy_loss", "vanilla", "metrics", "the metric actor/ppo_kl differs by 1.0e-06"),
         ("kl", "k3", "value", "value differs by 1.0e-06"),
+        ("kl", "k3", "grad_logprobs", "grad_logprobs differs by 1.0e-06"),
+        ("value_loss", "clipped", "grad_values", "grad_values differs by 1.0e-06"),
         ("value_loss", "clipped", "clip_fraction", "the metric critic/vf_clipfrac differs by 1.0e-06"),
         ("rollout_correction", "token", "weights", "weights differs by 1.0e-06"),
         ("rollout_correction", "token_k1", "mask", "mask differs by 1.0e-06"),
+        ("rollout_correction", "token", "metrics", "the metric rollout_corr/kl differs by 1.0e-06"),
     ],
 )
 def test_a_value_that_differs_fails_and_is_named(kind, name, field, words, tmp_path, capsys):
@@ -107,6 +110,15 @@ def test_what_is_not_known_or_missing_fails_and_is_named(change, words, tmp_path
     assert code == 1
     assert [line for line in lines if line.startswith("FAILED") and words in line]
     assert lines[-1].endswith("1 passed, 1 failed")
+
+
+@pytest.mark.parametrize("change", [{"name": "nonesuch"}, {"params": {"nonesuch": 1.0}}], ids=["name", "constant"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_tells_names_and_constants_that_it_does_not_know(kind, change, tmp_path, capsys):
+    first = next(c for c in GOLDEN["cases"] if c["kind"] == kind)
+    code, lines = run(tmp_path, capsys, first | change)
+    assert code == 1
+    assert [line for line in lines if line.startswith("FAILED") and "'nonesuch'" in line]
 
 
 def test_a_wrong_loss_is_told_with_the_ways_in_which_it_fails(tmp_path, capsys):
