@@ -93,27 +93,33 @@ def batch(seed: int = 0) -> Ragged:
 
 
 def experience(ragged: Ragged, layout: str) -> Experience:
-    ids, columns = _places(ragged, layout)
-    num_sequences = len(ragged.masks)
-
-    def place(arrays: list[np.ndarray], padding: float | bool, dtype: type) -> jnp.ndarray:
-        placed = np.full(ids.shape, padding, dtype)
-        for index, array in enumerate(arrays):
-            where = ids == index
-            placed[where] = array[columns[where]]
-        return jnp.asarray(placed)
-
+    tokens, mask, ids = laid_out(ragged, layout)
     return Experience(
         rewards=jnp.asarray(ragged.rewards, jnp.float32),
         group_ids=jnp.asarray(ragged.group_ids),
         valid=jnp.asarray(ragged.valid),
-        sequence_ids=jnp.asarray(np.where(ids < 0, num_sequences, ids).astype(np.int32)),
-        mask=place(ragged.masks, True, bool),
-        **{name: place(arrays, np.nan, np.float32) for name, arrays in ragged.tokens.items()},
+        sequence_ids=jnp.asarray(ids),
+        mask=jnp.asarray(mask),
+        **{name: jnp.asarray(array) for name, array in tokens.items()},
         baseline_rewards=jnp.asarray(ragged.baseline_rewards, jnp.float32),
         components=jnp.asarray(ragged.components, jnp.float32),
         component_weights=jnp.asarray(ragged.component_weights, jnp.float32),
     )
+
+
+def laid_out(ragged: Ragged, layout: str) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """The tokens' arrays, the mask, which is True at padding, and the sequence ids."""
+    ids, columns = _places(ragged, layout)
+
+    def place(arrays: list[np.ndarray], padding: float | bool, dtype: type) -> np.ndarray:
+        placed = np.full(ids.shape, padding, dtype)
+        for index, array in enumerate(arrays):
+            where = ids == index
+            placed[where] = array[columns[where]]
+        return placed
+
+    tokens = {name: place(arrays, np.nan, np.float32) for name, arrays in ragged.tokens.items()}
+    return tokens, place(ragged.masks, True, bool), np.where(ids < 0, len(ragged.masks), ids).astype(np.int32)
 
 
 def taken(result: jnp.ndarray, ragged: Ragged, layout: str) -> list[np.ndarray]:

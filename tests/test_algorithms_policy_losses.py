@@ -1,6 +1,5 @@
 import functools
 import inspect
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -31,25 +30,12 @@ layouts = pytest.mark.parametrize("layout", ["padded", "packed"])
 RATIOS, ADVANTAGES = [5.0, 5, 0.5, 0.5, 2, 1.1], [-1.0, 1, 1, -1, -1, 2]
 
 
-def called(name, logprobs, old, advantages, mask, ids, *, num_sequences=NUM_SEQUENCES, is_weights=None, **constants):
-    """The loss with those of `constants` that it names, and with the importance weights applied."""
+def called(name, logprobs, old, advantages, mask, ids, *, num_sequences=NUM_SEQUENCES, **constants):
+    """The loss with those of `constants` that it names."""
     function = POLICY_LOSSES[name]
-    offered = {"key": jax.random.key(0), "is_weights": is_weights} | CONSTANTS | constants
+    offered = {"key": jax.random.key(0)} | CONSTANTS | constants
     taken = {key: value for key, value in offered.items() if key in inspect.signature(function).parameters}
-    loss = function(logprobs, old, advantages, mask, sequence_ids=ids, num_sequences=num_sequences, **taken)
-    if is_weights is None or "is_weights" in taken:
-        return loss
-    return loss._replace(token_loss=jnp.where(mask, loss.token_loss * is_weights, 0))
-
-
-def weighted(logprobs, old, advantages, mask, ids, weights, constants, *, name):
-    """Loss and metrics as a training step makes them."""
-    loss = called(name, logprobs, old, advantages, mask, ids, **constants)
-    return jnp.sum(weights * loss.token_loss), loss.metrics
-
-
-gradient_of = functools.cache(lambda name: jax.value_and_grad(functools.partial(weighted, name=name), has_aux=True))
-compiled_gradient_of = functools.cache(lambda name: jax.jit(gradient_of(name)))
+    return function(logprobs, old, advantages, mask, sequence_ids=ids, num_sequences=num_sequences, **taken)
 
 
 @functools.cache
@@ -212,23 +198,6 @@ def laid_out(layout, batch=BATCH):
     return sees.old_logprobs, sees.mask & jnp.append(batch.valid, False)[sees.sequence_ids], sees.sequence_ids
 
 
-@layouts
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"sft"}))
-def test_the_first_gradient_is_the_policy_gradient(name, layout):
-    """Where the policy is still the old one, every loss sends -A, times the token's weights."""
-    logprobs, mask, ids = laid_out(layout)
-    mode = LOSS_AGGREGATION.get(name, "token-mean")
-    weights = aggregation.token_weights(mode, mask, ids, NUM_SEQUENCES, batch_sequences=NUM_SEQUENCES)
-    # One number a sequence, as the losses of whole sequences expect; one of them is 0.
-    numbers = jnp.arange(NUM_SEQUENCES, dtype=jnp.float32)
-    advantages, is_weights = (jnp.append(x, jnp.nan)[ids] for x in (numbers - 4, 0.5 + numbers / NUM_SEQUENCES))
-    constants = {"is_weights": is_weights, "clip_cov_lb": 1e6, "clip_cov_ub": 1e7}
-    _, gradient = compiled_gradient_of(name)(logprobs, logprobs, advantages, mask, ids, weights, constants)
-    assert gradient.dtype == np.float32
-    expected = jnp.where(mask, -weights * advantages * is_weights, 0)
-    np.testing.assert_allclose(gradient, expected, rtol=2e-5, atol=2e-5)
-
-
 @functools.cache
 def compiled_chosen(name):
     def chosen(logprobs, old, advantages, mask, ids, constants):
@@ -335,29 +304,6 @@ def test_kl_cov_penalises_moving_away_in_either_direction():
     assert means(loss)["actor/ppo_kl"] == pytest.approx(np.log(2))
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_masked_and_padding_tokens_cannot_poison_loss_or_gradient(name, poison):
-    # Token 1 is masked. Token 3 is padding: its mask is not believed.
-    mask = jnp.array([1, 0, 1, 1])
-    ids = jnp.array([0, 0, 0, 1])
-    clean = jnp.array([-1.0, 0, -2, 0])
-    poisoned = jnp.array([-1.0, poison, -2, poison])
-
-    def total(logprobs, others):
-        loss = called(name, logprobs, others * 0.9, others, mask, ids, num_sequences=1, is_weights=-others)
-        return jnp.where(ids < 1, loss.token_loss, 0).sum(), loss
-
-    (_, loss), gradient = jax.value_and_grad(total, has_aux=True)(poisoned, poisoned)
-    (_, expected), expected_gradient = jax.value_and_grad(total, has_aux=True)(clean, clean)
-    np.testing.assert_array_equal(gradient, expected_gradient)
-    np.testing.assert_array_equal(gradient[jnp.array([1, 3])], 0)
-    assert np.isfinite(gradient).all()
-    np.testing.assert_array_equal(loss.token_loss[:3], expected.token_loss[:3])
-    jax.tree.map(np.testing.assert_array_equal, loss.metrics, expected.metrics)
-    assert all(count == 2 for _, count in loss.metrics.values())
-
-
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_no_token_makes_no_loss_and_no_metric(name):
     nothing = jnp.full((2, 3), jnp.nan)
@@ -365,18 +311,6 @@ def test_no_token_makes_no_loss_and_no_metric(name):
     loss = called(name, nothing, nothing, nothing, jnp.zeros((2, 3)), ids, num_sequences=4)
     np.testing.assert_array_equal(loss.token_loss, 0)
     assert all(pair == (0, 0) for pair in loss.metrics.values())
-
-
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - WHOLE_BATCH_LOSSES))
-def test_micro_batches_add_up_to_the_whole(name):
-    old, mask, ids = laid_out("padded")
-    arrays = (old + 0.3 * jnp.sin(9 * old), old, ragged.experience(BATCH, "padded").values, mask, ids)
-    whole, *parts = (called(name, *(x[cut] for x in arrays)) for cut in (slice(None), slice(5), slice(5, None)))
-    token_loss = np.concatenate([part.token_loss for part in parts])
-    np.testing.assert_allclose(token_loss, whole.token_loss, rtol=1e-6, atol=1e-7)
-    for metric, index in itertools.product(whole.metrics, (0, 1)):
-        total = sum(float(part.metrics[metric][index]) for part in parts)
-        assert total == pytest.approx(float(whole.metrics[metric][index]), rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

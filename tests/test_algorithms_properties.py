@@ -1,4 +1,5 @@
-"""What must hold for any batch; more of advantages stands in test_algorithms_advantages.py."""
+"""What must hold for any batch: the order of its sequences, the names of its groups, how it is packed, padded and cut,
+and what lies where nothing may be read, change nothing; and what follows from the mathematics."""
 
 import functools
 import inspect
@@ -7,267 +8,293 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_llm.algorithms import segments
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, token_weights
 from jaxrl_llm.algorithms.correction import correct
-from jaxrl_llm.algorithms.experience import Experience
-from jaxrl_llm.algorithms.kl import kl_penalty
-from jaxrl_llm.algorithms.policy_losses import LOSS_AGGREGATION, POLICY_LOSSES, WHOLE_BATCH_LOSSES
+from jaxrl_llm.algorithms.kl import KL_ESTIMATORS, kl_penalty
+from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES, WHOLE_BATCH_LOSSES, PolicyLoss
 from jaxrl_llm.algorithms.value_losses import clipped
-from jaxrl_llm.models.logprobs import exact_kl, kl_divergence
+from jaxrl_llm.models.logprobs import exact_kl
 
-SEQUENCES, WIDTH, VOCABULARY = 6, 5, 5
-CONSTANTS = {
-    "clip_ratio_low": 0.2,
-    "clip_ratio_high": 0.3,
-    "clip_ratio_c": 3.0,
-    "tau_pos": 1.0,
-    "tau_neg": 1.05,
-    "clip_cov_ratio": 1.0,  # all candidates: nothing is left to chance
-    "clip_cov_lb": 0.1,
-    "clip_cov_ub": 5.0,
-    "kl_cov_ratio": 0.3,
-    "ppo_kl_coef": 0.5,
-    "dro_beta": 0.5,
-    "value_clip": 0.2,
-}
-CORRECTION = {
-    "rollout_is": "token",
-    "rollout_is_threshold": 1.5,
-    "rollout_rs": "seq_mean_k1,token_k3",
-    "rollout_rs_threshold": "0.7_1.4,0.5",
-}
-LOSSES = {**{name: function for name, function in POLICY_LOSSES.items() if name != "sft"}, "value": clipped}
-each_loss = pytest.mark.parametrize("name", LOSSES)
+SEQUENCES, VOCABULARY = 12, 5
 any_batch = settings(max_examples=15, deadline=None, derandomize=True)
-seeds = st.integers(0, 2**31)
+seeds = st.integers(0, 2**32 - 1)
+orders = st.permutations(range(SEQUENCES)).map(np.array)
+modes = st.sampled_from(AGGREGATIONS)
+POISONS = [np.nan, np.inf, -np.inf, 1e30]
 
 
-def batch(seed):
-    """Arrays [S, W] with masks of any kind, sequences without a token among them."""
-    rng = np.random.default_rng(seed)
-    shape = (SEQUENCES, WIDTH)
-    old = -rng.exponential(1.0, shape)
-    mask = rng.random(shape) < rng.choice([0.0, 0.5, 1.0], (SEQUENCES, 1), p=[0.2, 0.4, 0.4])
-    mask[0, 0] = True
-    logprobs = np.minimum(old + rng.normal(0, 0.3, shape), 0)
-    arrays = (logprobs, old, rng.normal(size=shape), mask, np.exp(rng.normal(0, 0.3, shape)))
-    return [array.astype(bool if array.dtype == bool else np.float32) for array in arrays]
+def close(found, expected):
+    jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, rtol=2e-5, atol=2e-6), found, expected)
 
 
-ROWS = np.repeat(np.arange(SEQUENCES), WIDTH).reshape(SEQUENCES, WIDTH).astype(np.int32)
+def equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def loss_of(name, logprobs, old, advantages, mask, importance, ids):
-    function = LOSSES[name]
-    offered = {"key": jax.random.key(0), "is_weights": importance} | CONSTANTS
-    taken = {key: value for key, value in offered.items() if key in inspect.signature(function).parameters}
-    return function(logprobs, old, advantages, mask, sequence_ids=ids, num_sequences=SEQUENCES, **taken)
+def rows(tree, order):
+    return jax.tree.map(lambda x: x[order], tree)
+
+
+def taken(tree, batch, layout):
+    return jax.tree.map(lambda x: np.concatenate(ragged.taken(x, batch, layout)), tree)
+
+
+def filled(tree, values, seed=0):
+    """With any of the values where nothing may be read."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: np.where(np.isnan(x), random.choice(values, x.shape), x).astype(x.dtype), tree)
+
+
+PLAIN = (("normalize_by_std", False),)
+# The degree of the advantage in the scale of the rewards.
+DEGREES = {(name, ()): 0 for name in ("grpo", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline")}
+DEGREES |= {(name, ()): 1 for name in ("rloo", "opo", "gpg")}
+DEGREES |= {("grpo", PLAIN): 1, ("grpo_passk", PLAIN): 1, ("gdpo", PLAIN): 0}
+
+
+@functools.cache
+def advantage(name, constants=()):
+    return jax.jit(functools.partial(ADVANTAGES[name], **dict(constants)))
+
+
+def experienced(seed):
+    groups = np.random.default_rng(seed).integers(0, SEQUENCES // 2, SEQUENCES)
+    return ragged.batch(seed)._replace(group_ids=groups.astype(np.int32))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@any_batch
+@given(seed=seeds, order=orders, names=orders)
+def test_advantages_move_with_their_sequences_whatever_the_groups_are_called(name, seed, order, names):
+    batch = experienced(seed)
+    renamed = batch._replace(group_ids=names[batch.group_ids].astype(np.int32))
+    still = advantage(name)(ragged.experience(batch, "padded"))
+    close(advantage(name)(ragged.experience(renamed.reordered(order), "padded")), rows(still, order))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@any_batch
+@given(seed=seeds, layout=st.sampled_from(["packed", "one row"]))
+def test_neither_packing_nor_what_may_not_be_read_changes_an_advantage(name, seed, layout):
+    batch = experienced(seed)
+    padded, other = (ragged.experience(batch, layout) for layout in ("padded", layout))
+    expected = advantage(name)(filled(padded, [0]))
+    assert np.abs(expected.advantages).max() > 0.1
+    np.testing.assert_array_equal(expected.advantages[~np.asarray(padded.mask)], 0)
+    equal(advantage(name)(filled(padded, POISONS, seed)), expected)
+    close(taken(advantage(name)(filled(other, POISONS, seed)), batch, layout), taken(expected, batch, "padded"))
+
+
+def scored(seed):
+    """Three groups, and scores of rewards and components that float32 adds up exactly and that are never 0."""
+    random = np.random.default_rng(seed)
+    groups = random.permutation(np.repeat(np.arange(3), 4)).astype(np.int32)
+    return ragged.batch(seed)._replace(group_ids=groups), random.integers(-3, 4, (SEQUENCES, 3)) + 0.5
+
+
+def advantages_of(name, constants, batch, scores):
+    scores = np.where(batch.valid[:, None], scores, np.nan)
+    batch = batch._replace(rewards=scores[:, 0], components=scores[:, 1:])
+    return np.asarray(advantage(name, constants)(ragged.experience(batch, "padded")).advantages)
+
+
+@pytest.mark.parametrize(("name", "constants"), [*DEGREES, ("prime", ())])
+@any_batch
+@given(seed=seeds, shifts=st.lists(st.integers(-100, 100), min_size=9, max_size=9))
+def test_what_all_samples_of_a_prompt_get_more_changes_no_advantage(name, constants, seed, shifts):
+    batch, scores = scored(seed)
+    shifted = scores + np.reshape(shifts, (3, 3))[batch.group_ids]
+    equal(advantages_of(name, constants, batch, shifted), advantages_of(name, constants, batch, scores))
+
+
+@pytest.mark.parametrize(("name", "constants"), DEGREES)
+@any_batch
+@given(seed=seeds, exponent=st.integers(-2, 6))
+def test_the_scale_of_rewards_is_nothing_where_a_deviation_divides(name, constants, seed, exponent):
+    batch, scores = scored(seed)
+    expected = advantages_of(name, constants, batch, scores) * 2.0 ** (exponent * DEGREES[name, constants])
+    close(advantages_of(name, constants, batch, scores * 2.0**exponent), expected)
+
+
+def divergence(logprobs, reference, _, mask, *, sequence_ids, num_sequences, estimator):
+    valid = segments.valid_tokens(mask, sequence_ids, num_sequences)
+    return PolicyLoss(kl_penalty(logprobs, reference, estimator, mask=valid), {})
+
+
+DIVERGENCES = {f"kl {name}": functools.partial(divergence, estimator=name) for name in KL_ESTIMATORS}
+LOSSES = POLICY_LOSSES | {"value": clipped} | DIVERGENCES
+CONSTANTS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5, "value_clip": 0.2, "dro_beta": 0.5}
+CONSTANTS |= {"tau_pos": 1.0, "tau_neg": 1.05, "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.5}
+CONSTANTS |= {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0}  # all candidates, without chance
+
+
+def learned(seed):
+    """Tokens of a policy that has moved, under masks of any kind, sequences without a token among them."""
+    random = np.random.default_rng(seed)
+    batch = ragged.batch(seed)
+    masks = [random.random(mask.size) < random.choice([0.0, 0.5, 1.0]) for mask in batch.masks]
+
+    def drawn(distribution):
+        return [np.where(mask, distribution(mask.size), np.nan) for mask in masks]
+
+    old = drawn(lambda size: -random.standard_exponential(size))
+    tokens = {
+        "new": [np.minimum(x + random.normal(0, 0.3, x.size), 0) for x in old],
+        "old": old,
+        "target": drawn(random.standard_normal),
+        "is_weights": drawn(lambda size: random.lognormal(0, 0.3, size)),
+    }
+    return batch._replace(masks=masks, tokens=tokens)
+
+
+weigh = jax.jit(
+    functools.partial(token_weights, num_sequences=SEQUENCES, length_norm=7.0, batch_sequences=SEQUENCES),
+    static_argnames="mode",
+)
+
+
+def inputs(batch, layout, mode):
+    tokens, mask, ids = ragged.laid_out(batch, layout)
+    return tokens, mask, ids, weigh(mode, mask, ids, sequence_weights=1 + batch.group_ids)
 
 
 @functools.cache
 def program(name):
-    """Token losses, metrics, and the gradient with these weights."""
+    function = LOSSES[name]
+    named = inspect.signature(function).parameters
 
-    def total(logprobs, old, advantages, mask, importance, ids, weights):
-        loss = loss_of(name, logprobs, old, advantages, mask, importance, ids)
-        return jnp.sum(weights * jnp.where(mask & (ids < SEQUENCES), loss.token_loss, 0)), loss
+    def run(tokens, mask, ids, weights, constants):
+        """What there is of each token, and what adds up."""
+        offered = {"key": jax.random.key(0), "is_weights": tokens["is_weights"]} | constants
+        given = {key: value for key, value in offered.items() if key in named}
 
-    def run(*arrays):
-        (_, loss), gradient = jax.value_and_grad(total, has_aux=True)(*arrays)
-        return loss.token_loss, gradient, loss.metrics
+        def total(new):
+            arrays = new, tokens["old"], tokens["target"], mask
+            loss = function(*arrays, sequence_ids=ids, num_sequences=SEQUENCES, **given)
+            return jnp.sum(weights * loss.token_loss), loss
+
+        (value, loss), gradient = jax.value_and_grad(total, has_aux=True)(tokens["new"])
+        return (loss.token_loss, gradient, weights), (value, loss.metrics)
 
     return jax.jit(run)
 
 
-@functools.cache
-def weights_program(mode):
-    call = functools.partial(token_weights, mode, num_sequences=SEQUENCES, length_norm=7.0, batch_sequences=SEQUENCES)
-    return jax.jit(lambda mask, ids: call(mask, ids))
+def result(name, arrays, **constants):
+    return program(name)(*arrays, CONSTANTS | constants)
 
 
-def mode_of(name):
-    return LOSS_AGGREGATION.get(name, "token-mean")
-
-
-def packed(array, fill):
-    """[S, W] as rows of two sequences with padding between, poisoned where nothing may be read."""
-    out = np.full((SEQUENCES // 2, 2 * WIDTH + 3), fill, array.dtype)
-    out[:, 1 : 1 + WIDTH], out[:, -WIDTH:] = array[::2], array[1::2]
-    return out
-
-
-def unpacked(array):
-    array = np.asarray(array)
-    out = np.empty((SEQUENCES, WIDTH), array.dtype)
-    out[::2], out[1::2] = array[:, 1 : 1 + WIDTH], array[:, -WIDTH:]
-    return out
-
-
-def close(actual, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), actual, expected)
-
-
-@each_loss
+@pytest.mark.parametrize("name", LOSSES)
 @any_batch
-@given(seed=seeds, order=st.permutations(range(SEQUENCES)))
-def test_the_result_moves_with_the_sequences(name, seed, order):
-    arrays, order = batch(seed), np.array(order)
-    weights = weights_program(mode_of(name))(arrays[3], ROWS)
-    token_loss, gradient, metrics = program(name)(*arrays, ROWS, weights)
-    moved = program(name)(*(array[order] for array in arrays), ROWS, weights[order])
-    close(moved, (token_loss[order], gradient[order], metrics))
+@given(seed=seeds, order=orders, mode=modes)
+def test_losses_and_weights_move_with_their_sequences(name, seed, order, mode):
+    batch = learned(seed)
+    tokens, sums = result(name, inputs(batch, "padded", mode))
+    close(result(name, inputs(batch.reordered(order), "padded", mode)), (rows(tokens, order), sums))
 
 
-@each_loss
+@pytest.mark.parametrize("name", LOSSES)
 @any_batch
-@given(seed=seeds)
-def test_packing_and_what_lies_outside_the_mask_change_nothing(name, seed):
-    arrays = batch(seed)
-    weights = np.asarray(weights_program(mode_of(name))(arrays[3], ROWS))
-    expected = program(name)(*arrays, ROWS, weights)
-    poisoned = [array if array.dtype == bool else np.where(arrays[3], array, np.nan) for array in arrays]
-    rows = [packed(array, True if array.dtype == bool else np.nan) for array in poisoned]
-    token_loss, gradient, metrics = program(name)(*rows, packed(ROWS, SEQUENCES), packed(weights, 0))
-    close((unpacked(token_loss), unpacked(gradient), metrics), expected)
+@given(seed=seeds, mode=modes)
+def test_neither_packing_nor_what_may_not_be_read_changes_a_loss(name, seed, mode):
+    batch = learned(seed)
+    padded, packed = (inputs(batch, layout, mode) for layout in ("padded", "packed"))
+    tokens, sums = result(name, filled(padded, [0]), clip_cov_ratio=0.1)
+    equal(result(name, filled(padded, POISONS, seed), clip_cov_ratio=0.1), (tokens, sums))
+    other, other_sums = result(name, filled(packed, POISONS, seed), clip_cov_ratio=0.1)
+    close((taken(other, batch, "packed"), other_sums), (taken(tokens, batch, "padded"), sums))
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - WHOLE_BATCH_LOSSES))
 @any_batch
-@given(seed=seeds, cut=st.integers(1, SEQUENCES - 1))
-def test_micro_batches_add_up(name, seed, cut):
-    arrays = batch(seed)
-    weights = weights_program(mode_of(name))(arrays[3], ROWS)
-    whole = program(name)(*arrays, ROWS, weights)
-
-    def part(rows):
-        masked = [array if array.dtype != bool else array & rows[:, None] for array in arrays]
-        return program(name)(*masked, ROWS, jnp.where(rows[:, None], weights, 0))
-
-    first = np.arange(SEQUENCES) < cut
-    close(jax.tree.map(jnp.add, part(first), part(~first)), whole)
+@given(seed=seeds, order=orders, mode=modes)
+def test_micro_batches_add_up(name, seed, order, mode):
+    whole = inputs(learned(seed), "padded", mode)
+    tokens, sums = result(name, whole)
+    parts, part_sums = zip(*(result(name, rows(whole, cut)) for cut in order.reshape(3, 4)), strict=True)
+    close(jax.tree.map(lambda *x: np.concatenate(x), *parts), rows(tokens, order))
+    close(jax.tree.map(lambda *x: sum(x), *part_sums), sums)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"sft"}))
 @any_batch
-@given(seed=seeds)
-def test_where_nothing_has_moved_the_gradient_is_the_policy_gradient(name, seed):
-    logprobs, _, advantages, mask, _ = batch(seed)
-    advantages = np.repeat(advantages[:, :1], WIDTH, axis=1)  # one a sequence, as sequence losses expect
-    if name == "clip_cov":
-        logprobs = np.full_like(logprobs, -1.0)  # no covariance: no token is chosen
-    ones = np.ones_like(logprobs)
-    weights = weights_program(mode_of(name))(mask, ROWS)
-    _, gradient, _ = program(name)(logprobs, logprobs, advantages, mask, ones, ROWS, weights)
-    close(gradient, np.where(mask, -advantages * weights, 0))
+@given(seed=seeds, mode=modes)
+def test_where_nothing_has_moved_the_gradient_is_the_policy_gradient(name, seed, mode):
+    tokens, mask, ids, weights = inputs(learned(seed), "padded", mode)
+    tokens |= {"old": tokens["new"], "is_weights": np.ones_like(tokens["new"])}
+    if name == "geo_mean":  # it means the advantages of a sequence
+        tokens["target"] = np.float32(ids % 5 - 2)
+    (_, gradient, _), _ = result(name, (tokens, mask, ids, weights), clip_cov_lb=5.0)
+    close(gradient, np.where(weights > 0, -weights * tokens["target"], 0))
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-@any_batch
-@given(seed=seeds, order=st.permutations(range(SEQUENCES)))
-def test_weights_move_with_their_sequences_and_do_not_know_the_layout(mode, seed, order):
-    mask, order = batch(seed)[3], np.array(order)
-    weights = weights_program(mode)(mask, ROWS)
-    close(weights_program(mode)(mask[order], ROWS), weights[order])
-    close(unpacked(weights_program(mode)(packed(mask, True), packed(ROWS, SEQUENCES))), weights)
+CORRECTIONS = {
+    "token": {"rollout_is_threshold": 1.2, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.4"},
+    "sequence": {"rollout_is_threshold": "0.5_2", "rollout_rs": "seq_sum_k1,seq_max_k3", "rollout_rs_threshold": 1.5},
+}
 
 
 @functools.cache
-def correction_program():
-    return jax.jit(lambda *arrays: correct(*arrays[:3], sequence_ids=arrays[3], num_sequences=SEQUENCES, **CORRECTION))
+def corrector(level):
+    given = {"rollout_is": level, "rollout_is_batch_normalize": True} | CORRECTIONS[level]
+
+    def run(tokens, mask, ids):
+        found = correct(tokens["new"], tokens["old"], mask, sequence_ids=ids, num_sequences=SEQUENCES, **given)
+        return (found.weights, found.mask), found.metrics
+
+    return jax.jit(run)
 
 
+@pytest.mark.parametrize("level", CORRECTIONS)
 @any_batch
-@given(seed=seeds, order=st.permutations(range(SEQUENCES)))
-def test_a_correction_moves_with_its_sequences_and_does_not_know_the_layout(seed, order):
-    logprobs, old, _, mask, _ = batch(seed)
-    order, run = np.array(order), correction_program()
-    weights, kept, metrics = run(logprobs, old, mask, ROWS)
-    moved = run(logprobs[order], old[order], mask[order], ROWS)
-    close((moved.weights, moved.mask, moved.metrics), (weights[order], kept[order], metrics))
-    rows = [packed(np.where(mask, array, np.nan), np.nan) for array in (logprobs, old)]
-    other = run(*rows, packed(mask, True), packed(ROWS, SEQUENCES))
-    close((unpacked(other.weights), unpacked(other.mask)), (weights, kept))
-
-
-GROUPS = np.array([0, 0, 0, 1, 1, 1], np.int32)
-# `gpg` has the number of samples without a reward in it, which a shift changes.
-SHIFTED = ("grpo", "grpo_passk", "gdpo", "rloo", "opo", "reinforce_plus_plus_baseline")
-
-
-@functools.cache
-def advantage_program(name, constants=()):
-    return jax.jit(functools.partial(ADVANTAGES[name], **dict(constants)))
-
-
-def advantages_of(name, rewards, mask, **constants):
-    experience = Experience(
-        rewards=jnp.asarray(rewards, jnp.float32),
-        group_ids=jnp.asarray(GROUPS),
-        valid=jnp.ones(SEQUENCES, bool),
-        sequence_ids=jnp.asarray(ROWS),
-        mask=jnp.asarray(mask),
-        token_rewards=jnp.zeros((SEQUENCES, WIDTH)),
-        old_logprobs=jnp.zeros((SEQUENCES, WIDTH)),
-        components=jnp.stack([jnp.asarray(rewards, jnp.float32), jnp.arange(6.0) ** 2], axis=1),
-        component_weights=jnp.array([1.0, 0.5]),
-    )
-    return np.asarray(advantage_program(name, tuple(constants.items()))(experience).advantages)
-
-
-@pytest.mark.parametrize("name", SHIFTED)
-@any_batch
-@given(
-    rewards=st.lists(st.integers(-8, 8), min_size=SEQUENCES, max_size=SEQUENCES),
-    shifts=st.tuples(st.integers(-50, 50), st.integers(-50, 50)),
-    seed=seeds,
-)
-def test_what_all_samples_of_a_prompt_get_more_changes_no_advantage(name, rewards, shifts, seed):
-    mask = batch(seed)[3]
-    before = advantages_of(name, np.array(rewards), mask)
-    after = advantages_of(name, np.array(rewards) + np.array(shifts)[GROUPS], mask)
-    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
-
-
-@any_batch
-@given(rewards=st.lists(st.integers(-8, 8), min_size=SEQUENCES, max_size=SEQUENCES), scale=st.floats(0.5, 50))
-def test_the_scale_of_rewards_is_nothing_to_grpo_and_all_to_dr_grpo(rewards, scale):
-    mask, rewards = np.ones((SEQUENCES, WIDTH), bool), np.array(rewards, np.float32)
-    close(advantages_of("grpo", scale * rewards, mask), advantages_of("grpo", rewards, mask))
-    plain = advantages_of("grpo", rewards, mask, normalize_by_std=False)
-    scaled = advantages_of("grpo", scale * rewards, mask, normalize_by_std=False)
-    np.testing.assert_allclose(scaled, scale * plain, rtol=1e-4, atol=1e-4)
+@given(seed=seeds, order=orders)
+def test_neither_order_nor_packing_nor_what_may_not_be_read_changes_a_correction(level, seed, order):
+    batch, run = learned(seed), corrector(level)
+    padded, packed = (ragged.laid_out(batch, layout) for layout in ("padded", "packed"))
+    tokens, metrics = run(*filled(padded, [0]))
+    equal(run(*filled(padded, POISONS, seed)), (tokens, metrics))
+    close(run(*ragged.laid_out(batch.reordered(order), "padded")), (rows(tokens, order), metrics))
+    other, other_metrics = run(*filled(packed, POISONS, seed))
+    close((taken(other, batch, "packed"), other_metrics), (taken(tokens, batch, "padded"), metrics))
 
 
 # Near enough that k3 is not clamped.
-logits_of = st.lists(st.floats(-0.75, 0.75, width=32), min_size=VOCABULARY, max_size=VOCABULARY)
+logits = st.lists(st.floats(-0.75, 0.75, width=32), min_size=VOCABULARY, max_size=VOCABULARY).map(np.array)
+
+
+@functools.cache
+def expectation(estimator):
+    """Over tokens drawn from the policy, as a loss sees it: the draw has no gradient."""
+
+    def expected(policy, reference):
+        logprobs, reference_logprobs = jax.nn.log_softmax(policy), jax.nn.log_softmax(reference)
+        return jax.lax.stop_gradient(jnp.exp(logprobs)) @ kl_penalty(logprobs, reference_logprobs, estimator)
+
+    def exact(policy, reference):
+        hidden, other = (jnp.tile(x, (1, 2, 1)) for x in (policy, reference))
+        head, one = jnp.eye(VOCABULARY), jnp.ones((1, 2), jnp.int32)
+        return exact_kl(hidden, head, other, head, one, vocab_size=VOCABULARY, temperature=1.0, chunk=2)[0, 1]
+
+    return jax.jit(jax.value_and_grad(exact if estimator == "exact" else expected))
 
 
 @any_batch
-@given(policy=logits_of, reference=logits_of)
-def test_the_expectations_of_kl_estimators_are_the_divergence_and_its_gradient(policy, reference):
-    policy, reference = np.array(policy, np.float32), np.array(reference, np.float32)
-    p = np.exp(policy) / np.exp(policy).sum()
-    exact, gradient = jax.value_and_grad(kl_divergence)(policy, reference)
-    np.testing.assert_allclose(exact, np.sum(p * (np.log(p) - jax.nn.log_softmax(reference))), atol=1e-5)
-
-    def expectation(logits, estimator):
-        """Over tokens drawn from the policy, as a loss sees it: the draw has no gradient."""
-        return jnp.sum(p * kl_penalty(jax.nn.log_softmax(logits), jax.nn.log_softmax(reference), estimator))
-
-    differentiated = jax.value_and_grad(expectation)
-    for estimator in ("k1", "k3", "k1+", "k3+"):
-        np.testing.assert_allclose(differentiated(policy, estimator)[0], exact, atol=1e-5, err_msg=estimator)
-    for estimator in ("k2", "k1+", "k3+"):
-        np.testing.assert_allclose(differentiated(policy, estimator)[1], gradient, atol=1e-5, err_msg=estimator)
-    np.testing.assert_allclose(differentiated(policy, "k1")[1], 0, atol=1e-6)
-    # The whole vocabulary at once, by the learner's function: one token was drawn from these logits.
-    hidden, other = (jnp.stack([x, x])[None] for x in (policy, reference))
-    settings_of = {"vocab_size": VOCABULARY, "temperature": 1.0, "chunk": 2}
-    found = exact_kl(
-        hidden, jnp.eye(VOCABULARY), other, jnp.eye(VOCABULARY), jnp.ones((1, 2), jnp.int32), **settings_of
-    )
-    np.testing.assert_allclose(found, [[0, exact]], atol=1e-5)
+@given(policy=logits, reference=logits)
+def test_estimators_have_in_expectation_the_divergence_or_its_gradient(policy, reference):
+    p, q = (np.exp(x) / np.exp(x).sum() for x in (policy, reference))
+    difference = np.log(p / q)
+    kl = np.sum(p * difference)
+    gradient = p * (difference - kl)
+    expected = {
+        "k1": (kl, 0 * p),
+        "k2": (np.sum(p * difference**2) / 2, gradient),
+        "k3": (kl, p - q),  # the gradient of KL(reference || policy)
+        **dict.fromkeys(("k1+", "k3+", "exact"), (kl, gradient)),
+    }
+    for name, pair in expected.items():
+        close(expectation(name)(policy, reference), pair)
