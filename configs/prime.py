@@ -7,8 +7,8 @@
     prompts that are solved by fewer than 2 in 10 samples, or more than 8, are replaced by others
 
 The reward model is updated after it has given its rewards ("after" in verl's recipe), so that a step's rewards and
-advantages are functions of the state that the step begins with. Deviation: every response's own mean is in no baseline
-of its process rewards, as in the paper; verl's recipe has 1 / (n - 1) of it in.
+advantages are functions of the state that the step begins with. A response's own mean has no part in the baseline of
+its process rewards, as in the paper; verl's recipe has 1 / (n - 1) of it in.
 
 On the quickstart's task; for your own, call `apply` on your config.
 """

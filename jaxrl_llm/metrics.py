@@ -104,9 +104,10 @@ def reward_metrics(generated: Sequence[Scored], batch: Sequence[Scored]) -> dict
             components[name].append(value)
         if s.reward is not None:
             groups[s.rollout.prompt.uid].append(s.reward)
+    by_functions = set(components)
     for s in batch:
-        if "overlong" in s.components:  # added after scoring
-            components["overlong"].append(s.components["overlong"])
+        for name in s.components.keys() - by_functions:  # added after scoring
+            components[name].append(s.components[name])
     out |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in components.items()}
     if groups:
         out["reward/solved_none_or_all"] = float(np.mean([min(g) == max(g) for g in groups.values()]))

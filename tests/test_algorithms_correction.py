@@ -264,7 +264,7 @@ def test_what_cannot_be_read_is_refused(given, message):
     ],
 )
 def test_what_can_be_read_or_is_not_asked_for_is_accepted(given):
-    check(*given)
+    assert check(*given) is None
 
 
 def test_without_settings_there_are_diagnostics_only():
