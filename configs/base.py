@@ -37,9 +37,15 @@ def _model() -> Config:
     c.tokenizer = ""  # folder of the tokenizer; "": that of model.path
     c.hf_config = Config()  # start from random weights: a Hugging Face config instead of model.path
     c.dtype = "float32"  # of computation in training, "float32" or "bfloat16"; master weights are always float32
-    c.remat = "none"  # what the backward pass computes again: "none", "dots" (keeps matmuls), "full" (keeps nothing)
+    # What the backward pass computes again: "none" nothing, "dots" all but matrix products, "full" all but attention
+    c.remat = "none"
+    # What computes attention over rows: "xla" anywhere, "splash" on TPUs, "cudnn" on NVIDIA GPUs (both: bfloat16);
+    # "auto": the fastest that can run
+    c.attention = "auto"
     c.logits_chunk = 128  # tokens of each row whose logits exist at the same time
-    c.vocab_pad_multiple = 1  # embedding rows are padded to a multiple of it, so that the tensor axis divides them
+    c.vocab_pad_multiple = (
+        128  # embedding rows are padded to a multiple of it, so that fsdp x context x tensor divides them
+    )
     return c
 
 
@@ -87,6 +93,9 @@ def _rollout() -> Config:
     c.min_p = 0.0  # sample among tokens with at least this fraction of the most likely one's probability
     c.stop = ()  # texts that end a response, special tokens apart (end-of-sequence ids always do)
     c.dtype = "float32"  # of weights, cache and computation, "float32" or "bfloat16"
+    c.tensor = (
+        0  # devices that hold the engine's weights together, on as many replicas as there is room; 0: mesh.tensor
+    )
     c.slots = 64  # sequences that are generated at the same time
     c.prefill_batch = 8  # prompts that are read at the same time
     c.steps_per_dispatch = 16  # tokens of each sequence between two looks at which have ended

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import controller, provenance, resume
-from jaxrl_llm.assemble_learner import learner, objective
+from jaxrl_llm.assemble_learner import learner, objective, programs
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.collect import Collector, GroupFilter, LengthPenalty
 from jaxrl_llm.config import Config
@@ -29,22 +29,21 @@ from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.interrupts import Interrupts
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.metrics import Writer
-from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.decoder import Model
 from jaxrl_llm.output import write_whole
-from jaxrl_llm.policy import Source, critic_source, decoder, model_source
+from jaxrl_llm.placement import check_weights, inference_mesh, inference_model, training_mesh
+from jaxrl_llm.policy import Source, critic_source, decoder, inference_shardings, model_source
 from jaxrl_llm.pools import LocalPool, Pool
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Sampling
 from jaxrl_llm.rollout.jax_engine import JaxEngine
-from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import Reshard
-from jaxrl_llm.sharding.rules import INFERENCE, TRAINING, tree_shardings
+from jaxrl_llm.sharding.rules import AnyMesh
 from jaxrl_llm.types import UserError
 
 
 def mesh_of(c: Config) -> Mesh:
-    """The mesh over all devices, checked against the batch."""
+    """The learner's mesh over all devices, checked against the batch."""
     if jax.process_count() > 1:
         raise UserError(f"this is one of {jax.process_count()} processes; a run on several hosts is not supported")
     if (
@@ -56,20 +55,7 @@ def mesh_of(c: Config) -> Mesh:
             "config.deterministic=True needs XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment before JAX "
             "starts; python -m jaxrl_llm.train sets it by itself"
         )
-    mesh = make_mesh(c.mesh.to_dict())
-    parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    if c.learner.micro_batch_rows % parts:
-        raise UserError(
-            f"config.learner.micro_batch_rows={c.learner.micro_batch_rows} is not a multiple of the {parts} devices of "
-            f"the mesh axes data={mesh.shape['data']} and fsdp={mesh.shape['fsdp']}"
-        )
-    for length in c.learner.row_lengths:
-        if length % mesh.shape["context"]:
-            raise UserError(
-                f"config.learner.row_lengths={c.learner.row_lengths}: {length} is not a multiple of "
-                f"config.mesh.context={mesh.shape['context']}"
-            )
-    return mesh
+    return training_mesh(c)
 
 
 def prompts(c: Config, tokenizer: Any, paths: tuple[str, ...], *, sft: bool, limit: int = 0) -> Prompts:
@@ -92,23 +78,13 @@ def prompts(c: Config, tokenizer: Any, paths: tuple[str, ...], *, sft: bool, lim
     )
 
 
-def check_weights(c: Config, source: Source, mesh: Mesh) -> None:
-    """Raises ShardingError or ModelError unless the model can lie on the mesh, in training and in inference, and the
-    folder's files hold it. Reads no weights."""
-    model = decoder(c, source, c.model.dtype)
-    for rules in (TRAINING, INFERENCE):
-        tree_shardings(model.abstract, model.dims, rules, mesh)
-    if source.folder is not None:
-        huggingface.check(source.folder, model)
-
-
-def engine(c: Config, source: Source, model: Model, mesh: Mesh) -> JaxEngine:
+def engine(c: Config, source: Source, model: Model, mesh: AnyMesh) -> JaxEngine:
     """The inference engine, still without weights."""
     return JaxEngine(
         model,
         mesh,
         eos_ids=source.eos_ids,
-        decode_text=partial(source.tokenizer.decode, skip_special_tokens=True),
+        decode_text=lambda ids: source.tokenizer.decode(ids, skip_special_tokens=True),
         max_prompt_length=c.data.max_prompt_length,
         max_response_length=c.data.max_response_length,
         slots=c.rollout.slots,
@@ -135,9 +111,9 @@ def local_pool(
     c: Config, source: Source, mesh: Mesh, policy: Learner, rewards: RewardPool, console: Console
 ) -> LocalPool:
     """Learner and engine on one mesh of this process."""
-    model = decoder(c, source, c.rollout.dtype, rules=INFERENCE, mesh=mesh)
-    shardings = tree_shardings(model.abstract, model.dims, INFERENCE, mesh)
-    reshard = Reshard(policy.state.params, shardings, model.dtype)
+    mesh = inference_mesh(c, mesh)
+    model = inference_model(c, source, mesh)
+    reshard = Reshard(policy.state.params, inference_shardings(model, mesh), model.dtype)
     gib = 2**30
     console.out(
         f"weight sync: {reshard.received_bytes / gib:.3f} GiB into the inference layout, of which "
@@ -226,7 +202,9 @@ def assemble(c: Config, console: Console, interrupts: Interrupts | None = None) 
         resources.callback(rewards.close)
         changes = resume.check(c, stream)
         resources.callback(resume.claim(Path(c.run_dir)).release)
-        pool = local_pool(c, source, mesh, learner(c, source, mesh, minimised, total_steps), rewards, console)
+        pool = local_pool(
+            c, source, mesh, learner(c, source, programs(c, source, mesh, minimised, total_steps)), rewards, console
+        )
         resources.callback(pool.close)
         rest = resume.restore(c, stream, pool) or {"step": 0, "skipped_steps": 0, "initial": pool.initial_checksum()}
         start = rest["step"]

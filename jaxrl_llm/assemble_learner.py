@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import optax
-from jax.sharding import Mesh
 
 from jaxrl_llm import formulas, optimizer
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner.actor import Actor, Objective, RewardKL
 from jaxrl_llm.learner.critic import Critic, ValueObjective
 from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.programs import Programs
 from jaxrl_llm.learner.reward_model import RewardModel
+from jaxrl_llm.models.decoder import Model
 from jaxrl_llm.policy import Source, critic_params, critic_source, decoder, initial_params
-from jaxrl_llm.sharding.rules import TRAINING
+from jaxrl_llm.sharding.rules import TRAINING, AnyMesh, Layout
 from jaxrl_llm.types import UserError
 
 
@@ -50,18 +49,16 @@ def objective(c: Config) -> Objective:
     )
 
 
-def learner(c: Config, source: Source, mesh: Mesh, minimised: Objective, total_steps: int) -> Learner:
-    """Policy, optimizer and reference; critic and reward model if the advantage reads what they say."""
+def programs(c: Config, source: Source, mesh: AnyMesh, minimised: Objective, total_steps: int) -> Programs:
+    """What is compiled for the policy; for the critic and the reward model if the advantage reads what they say."""
     reads = minimised.advantage.reads if minimised.advantage else frozenset()
     minis = c.data.train_batch_size // c.learner.mini_batch_size
-    model = decoder(c, source, c.model.dtype, remat=c.model.remat, rules=TRAINING, mesh=mesh)
+    model = _model(c, source, mesh)
     made = _optimizer(c, c.optimizer.learning_rate, total_steps * minis * c.learner.epochs)
-    return Learner(
+    return Programs(
         mesh,
         minimised,
         Actor(model, mesh, *made, minimised, logits_chunk=c.model.logits_chunk),
-        initial_params(c, source, model, mesh),
-        epochs=c.learner.epochs,
         critic=_critic(c, source, mesh, total_steps * minis) if "values" in reads else None,
         reward_model=RewardModel(
             model,
@@ -76,10 +73,24 @@ def learner(c: Config, source: Source, mesh: Mesh, minimised: Objective, total_s
     )
 
 
-def _critic(c: Config, source: Source, mesh: Mesh, updates: int) -> tuple[Critic, Any]:
-    """The value model and its first parameters."""
-    k, source = c.critic, critic_source(c, source)
-    model = decoder(c, source, c.model.dtype, remat=c.model.remat, rules=TRAINING, mesh=mesh, value_head=True)
+def learner(c: Config, source: Source, compiled: Programs) -> Learner:
+    """The models with their first weights."""
+    critic = compiled.critic
+    return Learner(
+        compiled,
+        initial_params(c, source, compiled.actor.model, compiled.mesh),
+        epochs=c.learner.epochs,
+        critic_params=critic and critic_params(c, critic_source(c, source), critic.model, compiled.mesh),
+    )
+
+
+def _model(c: Config, source: Source, mesh: AnyMesh, *, value_head: bool = False) -> Model:
+    layout = Layout(TRAINING, mesh)
+    return decoder(c, source, c.model.dtype, remat=c.model.remat, layout=layout, value_head=value_head)
+
+
+def _critic(c: Config, source: Source, mesh: AnyMesh, updates: int) -> Critic:
+    k = c.critic
     value = ValueObjective(
         aggregation=k.aggregation,
         length_norm=float(c.algorithm.length_norm or c.data.max_response_length),
@@ -87,8 +98,8 @@ def _critic(c: Config, source: Source, mesh: Mesh, updates: int) -> tuple[Critic
         warmup_steps=k.warmup_steps,
         epochs=k.epochs,
     )
-    critic = Critic(model, mesh, *_optimizer(c, k.learning_rate, updates * k.epochs), value)
-    return critic, critic_params(c, source, model, mesh)
+    model = _model(c, critic_source(c, source), mesh, value_head=True)
+    return Critic(model, mesh, *_optimizer(c, k.learning_rate, updates * k.epochs), value)
 
 
 def _optimizer(

@@ -10,20 +10,20 @@ from jaxrl_llm.config import Config, flatten
 from jaxrl_llm.types import UserError
 
 
-def validate(config: Config, *, training: bool = True) -> None:
-    """Every check that needs more than one key or a range, those of training alone only if it is for training. Raises
-    UserError with all of them; touches no device."""
-    problems = [text for wrong, text in _checks(config, training) if wrong]
+def validate(config: Config, *, training: bool = True, files: bool = True) -> None:
+    """Every check that needs more than one key or a range, those of training alone only if it is for training, and
+    that data and tokenizer are named only if `files` are read. Raises UserError with all of them; touches no device."""
+    problems = [text for wrong, text in _checks(config, training, files) if wrong]
     if problems:
         raise UserError("\n".join(problems))
 
 
-def _checks(c: Config, training: bool) -> Iterator[tuple[bool, str]]:
+def _checks(c: Config, training: bool, files: bool) -> Iterator[tuple[bool, str]]:
     yield from _choices(c)
     yield from _ranges(c)
     m = c.model
     yield bool(m.path) == bool(len(m.hf_config)), "give either config.model.path or config.model.hf_config"
-    yield bool(len(m.hf_config)) and not m.tokenizer, "config.model.hf_config needs config.model.tokenizer"
+    yield files and bool(len(m.hf_config)) and not m.tokenizer, "config.model.hf_config needs config.model.tokenizer"
     yield not c.run_dir or "://" in c.run_dir, f"config.run_dir={c.run_dir!r} must be a folder of a file system"
     yield "" in c.rollout.stop, "config.rollout.stop holds an empty text, which every response contains"
     yield (
@@ -35,22 +35,22 @@ def _checks(c: Config, training: bool) -> Iterator[tuple[bool, str]]:
         f"config.mesh.expert={c.mesh.expert}: no model family has experts; leave it at 1",
     )
     if training:
-        yield from _schedule(c)
+        yield from _schedule(c, files)
         yield from _batches(c)
         yield from _algorithm(c)
 
 
-def _schedule(c: Config) -> Iterator[tuple[bool, str]]:
+def _schedule(c: Config, files: bool) -> Iterator[tuple[bool, str]]:
     """How long, and what happens at which steps."""
     d, k, e = c.data, c.checkpoint, c.eval
-    yield not d.train, "config.data.train is empty: name at least one file"
+    yield files and not d.train, "config.data.train is empty: name at least one file"
     yield (
         (c.total_steps == 0) == (c.total_epochs == 0),
         f"config.total_steps={c.total_steps} and config.total_epochs={c.total_epochs}: set the one to count by, "
         "and the other to 0",
     )
     yield (
-        e.every > 0 and not d.val,
+        files and e.every > 0 and not d.val,
         f"config.eval.every={e.every} but config.data.val is empty; set config.eval.every=0 to train without",
     )
     yield (
@@ -172,11 +172,13 @@ def _choices(c: Config) -> Iterator[tuple[bool, str]]:
     from jaxrl_llm.algorithms.aggregation import AGGREGATIONS
     from jaxrl_llm.algorithms.kl import EXACT, KL_ESTIMATORS
     from jaxrl_llm.algorithms.reweighting import METHODS
+    from jaxrl_llm.models.attention import PROGRAMS
 
     for key, valid in {
         "task": ("rl", "sft"),
         "model.dtype": ("float32", "bfloat16"),
         "model.remat": ("none", "dots", "full"),
+        "model.attention": PROGRAMS,
         "rollout.engine": ("jax",),
         "rollout.dtype": ("float32", "bfloat16"),
         "data.prompt_style": ("auto", "chat", "plain"),

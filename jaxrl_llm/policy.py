@@ -18,10 +18,11 @@ from jaxrl_llm.configs import base
 from jaxrl_llm.data import chat
 from jaxrl_llm.learner.trainable import param_shardings
 from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Model, build
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import Reshard
-from jaxrl_llm.sharding.rules import INFERENCE, TRAINING, Rules, tree_shardings
+from jaxrl_llm.sharding.rules import INFERENCE, ONE_DEVICE, TRAINING, AnyMesh, Layout, tree_shardings
 from jaxrl_llm.types import UserError
 
 
@@ -33,7 +34,15 @@ class Source(NamedTuple):
     generation: Mapping[str, Any]  # its generation_config.json
     tokenizer_folder: Path
     eos_ids: tuple[int, ...]
-    tokenizer: Any
+    tokenizer: Any  # None where only shapes are asked for
+
+
+def shape_source(c: Config) -> Source:
+    """What shapes need: the model's config; neither weights nor tokenizer."""
+    folder = huggingface.find(c.model.path) if c.model.path else None
+    hf = huggingface.read_config(folder) if folder else c.model.hf_config.to_dict()
+    eos = huggingface.eos_ids(huggingface.generation_config(folder, hf), hf)
+    return Source(folder, hf, {}, Path(), eos, None)
 
 
 def model_source(c: Config) -> Source:
@@ -59,11 +68,16 @@ def decoder(
     dtype: str,
     *,
     remat: str = "none",
-    rules: Rules | None = None,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
     value_head: bool = False,
 ) -> Model:
-    """The model's structure, computing in `dtype`, laid out on a mesh by rules where they are given."""
+    """The model's structure, computing in `dtype`, laid out by `layout`."""
+    config = decoder_config(c, source)
+    return build(config, dtype=dtype, remat=remat, layout=layout, attention=c.model.attention, value_head=value_head)
+
+
+def decoder_config(c: Config, source: Source) -> DecoderConfig:
+    """The model's sizes and switches. Raises UserError if a sequence may be longer than the model was made for."""
     config = huggingface.decoder_config(source.hf, vocab_pad_multiple=c.model.vocab_pad_multiple)
     longest = c.data.max_prompt_length + c.data.max_response_length
     if longest > config.max_position:
@@ -71,15 +85,20 @@ def decoder(
             f"config.data.max_prompt_length + config.data.max_response_length = {longest} is longer than the "
             f"{config.max_position} tokens that the model was made for (max_position_embeddings)"
         )
-    return build(config, dtype=dtype, remat=remat, rules=rules, mesh=mesh, value_head=value_head)
+    return config
 
 
-def initial_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
+def initial_params(c: Config, source: Source, model: Model, mesh: AnyMesh) -> Any:
     """float32 parameters in the training layout: the folder's, or random ones by config.seed."""
     shardings = param_shardings(model, mesh)
     if source.folder is not None:
         return huggingface.load(source.folder, model, shardings)
     return jax.jit(model.init, out_shardings=shardings)(jax.random.key(c.seed))
+
+
+def inference_shardings(model: Model, mesh: AnyMesh) -> Any:
+    """Where each parameter lies in the engine."""
+    return tree_shardings(model.abstract, model.dims, INFERENCE, mesh)
 
 
 def critic_source(c: Config, source: Source) -> Source:
@@ -89,7 +108,7 @@ def critic_source(c: Config, source: Source) -> Source:
         return source
     folder = huggingface.find(c.critic.path)
     hf = huggingface.read_config(folder)
-    if len(source.tokenizer) > hf.get("vocab_size", 0):
+    if source.tokenizer is not None and len(source.tokenizer) > hf.get("vocab_size", 0):
         raise UserError(
             f"config.critic.path={c.critic.path!r} has a vocabulary of {hf.get('vocab_size')}, the policy's tokenizer "
             f"{len(source.tokenizer)} tokens: the critic must read the same tokens"
@@ -97,10 +116,10 @@ def critic_source(c: Config, source: Source) -> Source:
     return source._replace(folder=folder, hf=hf)
 
 
-def critic_params(c: Config, source: Source, model: Model, mesh: Mesh) -> Any:
+def critic_params(c: Config, source: Source, model: Model, mesh: AnyMesh) -> Any:
     """float32 parameters of a critic in the training layout: the folder's backbone (random by config.seed without one)
     under a value head that says 0."""
-    language_model = decoder(c, source, c.model.dtype, rules=TRAINING, mesh=mesh)
+    language_model = decoder(c, source, c.model.dtype, layout=Layout(TRAINING, mesh))
     shardings = param_shardings(model, mesh)
     head = jax.jit(lambda: jnp.zeros(model.abstract["value"].shape), out_shardings=shardings["value"])()
     params = initial_params(c, source, language_model, mesh)
@@ -162,13 +181,12 @@ class Weights(NamedTuple):
 
 def weights(c: Config, source: Source, mesh: Mesh, *, trained: bool, step: int | None = None) -> Weights:
     """A checkpoint's weights (see `trained_params`), or those of the model folder, for inference."""
-    model = decoder(c, source, c.rollout.dtype, rules=INFERENCE, mesh=mesh)
+    model = decoder(c, source, c.rollout.dtype, layout=Layout(INFERENCE, mesh))
     if trained:
         params, step = trained_params(c, step, model, param_shardings(model, mesh))
     else:
         params, step = initial_params(c, source, model, mesh), 0
-    layout = tree_shardings(model.abstract, model.dims, INFERENCE, mesh)
-    params, checksum = Reshard(params, layout, model.dtype)(params)
+    params, checksum = Reshard(params, inference_shardings(model, mesh), model.dtype)(params)
     return Weights(model, mesh, params, checksum, step)
 
 

@@ -68,8 +68,8 @@ class LocalPool:
         return self._rewards.score(rollouts)
 
     def prepare(self, batch: SequenceBatch) -> tuple[TrainBatch, Metrics]:
-        """See `Pool`. The engine's cache makes room: it is needed again only when the next batch is generated."""
-        self._engine.sleep()
+        """See `Pool`. The engine makes room: the next batch is generated with newer weights."""
+        self._engine.close()
         return self._learner.prepare(self._learner.place(batch))
 
     def update(self, batch: TrainBatch) -> Metrics:

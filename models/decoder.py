@@ -10,19 +10,19 @@ Shapes: B rows, T tokens, D model width, K key/value heads, H head size, V vocab
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
+from jaxrl_llm.models.attention import KEPT, attend, attend_rows, choose, repeat_kv
 from jaxrl_llm.models.config import DecoderConfig, ModelError
+from jaxrl_llm.models.embedding import look_up
 from jaxrl_llm.models.layers import (
     Linear,
-    attend,
-    attention_mask,
     normal,
     ones,
     parameter,
@@ -31,13 +31,17 @@ from jaxrl_llm.models.layers import (
     rotate,
     zeros,
 )
-from jaxrl_llm.sharding.rules import Constrain, Rules, constrainer
+from jaxrl_llm.sharding.rules import ONE_DEVICE, Layout, gather
 
-# How the scanned layer is rematerialised in the backward pass.
+# What the scanned layer keeps for the backward pass, beside its input. What attention gave is no larger than that, and
+# the one thing whose cost grows with the square of a row's length.
+_ATTENTION = jax.checkpoint_policies.save_only_these_names(KEPT)
 REMAT = {
     "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": _ATTENTION,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION
+    ),
 }
 
 _NO_WINDOW = np.iinfo(np.int32).max
@@ -105,23 +109,34 @@ class Decoder(nnx.Module):
         *,
         dtype: Any = jnp.float32,
         remat: str = "none",
-        constrain: Constrain = lambda x, dims: x,
+        layout: Layout = ONE_DEVICE,
+        attention: str = "auto",
         value_head: bool = False,
     ):
         """`dtype`: of activations and of the weights as they are used; parameters are kept as given.
-        `remat`: a key of REMAT. `constrain`: how activations lie on a mesh. `value_head`: one number a token instead
-        of logits; 0 before it has learned anything."""
+        `remat`: a key of REMAT. `layout`: how activations lie on a mesh. `attention`: see `models.attention`.
+        `value_head`: one number a token instead of logits; 0 before it has learned anything."""
         if remat not in REMAT:
             raise ModelError(f"remat {remat!r} is unknown; choose one of {', '.join(REMAT)}")
-        self.config, self.dtype, self.remat, self.constrain = config, jnp.dtype(dtype), remat, constrain
-        table = (config.padded_vocab, config.embed)
-        self.embedding = parameter(rngs, table, ("vocab", "embed"), normal(0.02))
+        self.config, self.dtype, self.remat, self.layout = config, jnp.dtype(dtype), remat, layout
+        self.attention = choose(attention, config, dtype, layout.platform)
+        self.embedding = self._table(rngs, 0.02)
         self.layers = Layers(config, rngs)
         self.norm = parameter(rngs, (config.embed,), ("norm",), ones)
         if value_head:
             self.value = parameter(rngs, (config.embed,), ("norm",), zeros)
         elif not config.tie_embeddings:
-            self.head = parameter(rngs, table, ("vocab", "embed"), normal(config.embed**-0.5))
+            self.head = self._table(rngs, config.embed**-0.5)
+
+    def _table(self, rngs: nnx.Rngs, scale: float) -> nnx.Param:
+        """[V, D]; what only pads the vocabulary is 0 and takes no random numbers."""
+        c = self.config
+
+        def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            drawn = normal(scale)(key, (c.vocab_size, c.embed), dtype)
+            return jnp.pad(drawn, ((0, shape[0] - c.vocab_size), (0, 0)))
+
+        return parameter(rngs, (c.padded_vocab, c.embed), ("vocab", "norm"), init)
 
     def hidden(self, token_ids_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
         """[B, T, D]: hidden states after the final norm. Tokens see earlier tokens of their own segment."""
@@ -130,7 +145,7 @@ class Decoder(nnx.Module):
 
     def prefill(self, token_ids_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, Cache]:
         """Right-padded prompts to the hidden state of their last token [B, D] and their keys and values
-        [L, B, K, T, H] (padding included, never read)."""
+        [L, B, K, T, H] (padding included, never read; K as `kept_kv_heads` says)."""
         B, T = token_ids_BT.shape
         positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
@@ -155,6 +170,7 @@ class Decoder(nnx.Module):
             params, window, i = scanned
 
             def attention(q: jax.Array, k_BK1H: jax.Array, v_BK1H: jax.Array) -> tuple[jax.Array, Cache]:
+                k_BK1H, v_BK1H = repeat_kv(k_BK1H, self.layout), repeat_kv(v_BK1H, self.layout)
                 # The layer index keeps the whole cache in the carry, where XLA updates it in place.
                 k = cache.k.at[i, slots, :, positions_B].set(k_BK1H[:, :, 0].astype(cache.k.dtype))
                 v = cache.v.at[i, slots, :, positions_B].set(v_BK1H[:, :, 0].astype(cache.v.dtype))
@@ -164,18 +180,18 @@ class Decoder(nnx.Module):
                 out = attend(q, k_view.astype(q.dtype), v_view.astype(q.dtype), mask[:, None])
                 return out, Cache(k, v)
 
-            x, cache = self._layer(params)(x, rope, attention)
-            return (self.constrain(x, _ACTIVATION), cache), None
+            x, cache = self._layer(params, i)(x, rope, attention)
+            return (self.layout.constrain(x, _ACTIVATION), cache), None
 
-        x = self._embed(token_ids_B[:, None])
-        scanned = (self._stacked(), self._windows(), jnp.arange(self.config.num_layers))
+        x = look_up(self.embedding[...], token_ids_B[:, None], self.dtype, self.layout)
+        windows = jnp.array([w or _NO_WINDOW for w in self.config.windows], jnp.int32)
+        scanned = (self._stacked(), windows, jnp.arange(self.config.num_layers))
         (x, cache), _ = jax.lax.scan(layer, (x, cache), scanned)
         return rms_norm(x, self.norm[...], self.config.norm_epsilon)[:, 0], cache
 
     def head_matrix(self) -> jax.Array:
-        """[V, D], in `dtype`: the output embedding; the input embedding itself when they are tied. Gathered once along
-        the model width, and not for every chunk of tokens that it is applied to."""
-        return self._table(self.embedding if self.config.tie_embeddings else self.head)
+        """[V, D], in `dtype`: the output embedding; the input embedding itself when they are tied."""
+        return (self.embedding if self.config.tie_embeddings else self.head)[...].astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V] of hidden states [..., D]; -inf for the ids that only pad the vocabulary."""
@@ -185,41 +201,48 @@ class Decoder(nnx.Module):
         """float32 [B, T] of final hidden states: the value head."""
         return jnp.einsum("BTD,D->BT", hidden_BTD.astype(jnp.float32), self.value[...])
 
-    def _embed(self, token_ids: jax.Array) -> jax.Array:
-        return self.constrain(self._table(self.embedding).at[token_ids].get(mode="clip"), _ACTIVATION)
-
-    def _table(self, param: nnx.Param) -> jax.Array:
-        return self.constrain(param[...].astype(self.dtype), ("vocab", "norm"))
-
     def _stacked(self) -> Any:
         return nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
 
-    def _windows(self) -> jax.Array:
-        return jnp.array([w or _NO_WINDOW for w in self.config.windows], jnp.int32)
-
-    def _layer(self, params: Any) -> Layers:
+    def _layer(self, params: Any, index: jax.Array) -> Layers:
+        """One layer with its weights in the computing dtype."""
+        # 1, which the compiler does not know: it would cast all layers before the loop, and keep a second copy of them.
+        one = jnp.where(index < self.config.num_layers, 1.0, 0.0)
         graph, state = nnx.split(self.layers, nnx.Param)
-        cast = jax.tree.map(lambda p: p.astype(self.dtype), params)
-        return nnx.merge(graph, _with_values(state, cast))
+
+        def ready(param: jax.Array, dims: tuple[str, ...]) -> jax.Array:
+            cast = param if param.dtype == self.dtype else (param * one).astype(self.dtype)
+            return gather(self.layout, dims[1:], cast)
+
+        return nnx.merge(graph, _with_values(state, jax.tree.map(ready, params, _dims(state))))
 
     def _full(
         self, token_ids: jax.Array, positions: jax.Array, segments: jax.Array, *, keep: bool
     ) -> tuple[jax.Array, Any]:
         rope = rope_tables(positions, self.config.rope, self.config.head_dim)
+        windows = tuple(dict.fromkeys(self.config.windows))  # each needs a program of its own
+
+        def rows(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return attend_rows(self.attention, self.layout, q, k, v, positions, segments, window)
 
         def layer(x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
-            params, window = scanned
-            mask = attention_mask(positions, segments, window)
+            params, which, i = scanned
 
             def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-                return attend(q, k, v, mask), (k, v) if keep else None
+                if len(windows) == 1:
+                    out = rows(windows[0], q, k, v)
+                else:
+                    out = jax.lax.switch(which, [partial(rows, window) for window in windows], q, k, v)
+                return out, (repeat_kv(k, self.layout), repeat_kv(v, self.layout)) if keep else None
 
-            x, kept = self._layer(params)(x, rope, attention)
-            return self.constrain(x, _ACTIVATION), kept
+            x, kept = self._layer(params, i)(x, rope, attention)
+            return self.layout.constrain(x, _ACTIVATION), kept
 
         policy = REMAT[self.remat]
         body = jax.checkpoint(layer, policy=policy, prevent_cse=False) if policy else layer
-        x, kept = jax.lax.scan(body, self._embed(token_ids), (self._stacked(), self._windows()))
+        which = jnp.array([windows.index(window) for window in self.config.windows], jnp.int32)
+        x = look_up(self.embedding[...], token_ids, self.dtype, self.layout)
+        x, kept = jax.lax.scan(body, x, (self._stacked(), which, jnp.arange(self.config.num_layers)))
         return rms_norm(x, self.norm[...], self.config.norm_epsilon), kept
 
 
@@ -242,6 +265,7 @@ class Model(NamedTuple):
 
     config: DecoderConfig
     dtype: Any  # of computation
+    attention: str  # the program of whole rows, see `models.attention`
     graph: nnx.GraphDef
     state: Any  # abstract nnx.State, the frame that `bind` fills
     abstract: Any  # pytree of ShapeDtypeStruct, float32
@@ -262,20 +286,27 @@ def build(
     *,
     dtype: Any = jnp.float32,
     remat: str = "none",
-    rules: Rules | None = None,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
+    attention: str = "auto",
     value_head: bool = False,
 ) -> Model:
-    """The decoder's structure; computes nothing. With `rules` and `mesh` its activations are laid out by them."""
-    options: dict[str, Any] = {"dtype": dtype, "remat": remat, "value_head": value_head}
-    if rules is not None and mesh is not None:
-        options["constrain"] = constrainer(rules, mesh)
+    """The decoder's structure; computes nothing. Its activations lie as `layout` says. Options: see `Decoder`."""
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "remat": remat,
+        "layout": layout,
+        "attention": attention,
+        "value_head": value_head,
+    }
     module = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), **options))
     graph, state = nnx.split(module, nnx.Param)
-    dims = jax.tree.map(
-        lambda p: p.get_metadata()["logical_dims"], state, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    return Model(config, jnp.dtype(dtype), graph, state, nnx.to_pure_dict(state), nnx.to_pure_dict(dims))
+    return Model(config, jnp.dtype(dtype), module.attention, graph, state, nnx.to_pure_dict(state), _dims(state))
+
+
+def _dims(state: Any) -> Any:
+    """The pytree of the parameters' dimension names."""
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()["logical_dims"], state, is_leaf=is_variable))
 
 
 def _with_values(state: Any, values: Any) -> Any:

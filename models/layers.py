@@ -1,6 +1,6 @@
-"""The pieces of a decoder layer: parameters with named dimensions, norm, rotary embedding, attention.
+"""The pieces of a decoder layer: parameters with named dimensions, norm, rotary embedding.
 
-Shapes: B rows, T tokens (S keys), D model width, N query heads, K key/value heads, H head size, F ffn width.
+Shapes: B rows, T tokens, D model width, N query heads, K key/value heads, H head size, F ffn width.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ def normal(scale: float) -> Callable[..., jax.Array]:
     """Initialiser: normal with the given standard deviation."""
     return jax.nn.initializers.normal(scale)
 
-
-# Queries whose scores exist at the same time.
-QUERY_BLOCK = 512
 
 zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
@@ -101,45 +98,3 @@ def rotate(x_BTNH: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Arr
     cos, sin = cos_BTh[:, :, None], sin_BTh[:, :, None]
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return out.astype(x_BTNH.dtype)
-
-
-def attention_mask(positions_BT: jax.Array, segments_BT: jax.Array, window: jax.Array) -> jax.Array:
-    """bool [B, T, S]: same segment, not in the future, and within the window (a traced int32)."""
-    distance = positions_BT[:, :, None] - positions_BT[:, None, :]
-    same = segments_BT[:, :, None] == segments_BT[:, None, :]
-    return same & (distance >= 0) & (distance < window)
-
-
-def attend(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """Softmax attention with grouped query heads, [B, T, N, H]; scores in float32.
-
-    Keys and values are head-major, as the cache keeps them. A query that may see nothing (padding) returns the mean of
-    all values: finite, and masked by whoever uses it. Long sequences go through a block of queries at a time, computed
-    again in the backward pass, so that at most [B, N, QUERY_BLOCK, S] scores exist.
-    """
-    B, T, N, H = q_BTNH.shape
-    if T <= QUERY_BLOCK:
-        return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
-    blocks = -(-T // QUERY_BLOCK)
-    pad = blocks * QUERY_BLOCK - T
-    q = jnp.pad(q_BTNH, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(B, blocks, QUERY_BLOCK, N, H)
-    mask = jnp.pad(mask_BTS, ((0, 0), (0, pad), (0, 0))).reshape(B, blocks, QUERY_BLOCK, -1)
-
-    @jax.checkpoint
-    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _attend(block[0], k_BKSH, v_BKSH, block[1])
-
-    out = jax.lax.map(one, (q.swapaxes(0, 1), mask.swapaxes(0, 1)))
-    return out.swapaxes(0, 1).reshape(B, blocks * QUERY_BLOCK, N, H)[:, :T]
-
-
-def _attend(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    B, T, N, H = q_BTNH.shape
-    K = k_BKSH.shape[1]
-    precision = precision_of(q_BTNH.dtype)
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask_BTS[:, None, None], scores * H**-0.5, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q_BTNH.dtype)
-    out = jnp.einsum("BKGTS,BKSH->BTKGH", weights, v_BKSH, precision=precision)
-    return out.reshape(B, T, N, H)

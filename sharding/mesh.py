@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
+_TYPES = (AxisType.Auto,) * len(AXES)
 
 
 class ShardingError(ValueError):
@@ -23,6 +24,28 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     defaults to all devices of all processes. Raises ShardingError if the sizes do not multiply to their number.
     """
     devices = list(jax.devices() if devices is None else devices)
+    sizes = mesh_sizes(shape, len(devices))
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=_TYPES, devices=devices)
+
+
+def regroup(mesh: Mesh, tensor: int) -> Mesh:
+    """The same devices in the same order as replicas (data axis) of `tensor` devices each. A program can lead from the
+    one mesh to the other, for it has one order of devices. Raises ShardingError."""
+    if mesh.size % tensor:
+        raise ShardingError(f"{mesh.size} devices cannot be grouped by {tensor}; change config.rollout.tensor")
+    sizes = mesh_sizes({"data": -1, "tensor": tensor}, mesh.size)
+    return Mesh(mesh.devices.reshape(tuple(sizes.values())), AXES, axis_types=_TYPES)
+
+
+def abstract_mesh(shape: Mapping[str, int], count: int, kind: str, platform: str = "gpu") -> AbstractMesh:
+    """The mesh over so many devices of a kind that is not here: enough for layouts, not for running."""
+    sizes = mesh_sizes(shape, count)
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=_TYPES, abstract_device=device)
+
+
+def mesh_sizes(shape: Mapping[str, int], count: int) -> dict[str, int]:
+    """The size of each of AXES, where `shape` is over so many devices; see `make_mesh`."""
     unknown = sorted(set(shape) - set(AXES))
     if unknown:
         raise ShardingError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(AXES)}")
@@ -32,12 +55,12 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     if bad or len(free) > 1:
         raise ShardingError(f"mesh sizes must be positive, and at most one of them -1; got {sizes}; change config.mesh")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if free and len(devices) % fixed == 0:
-        sizes[free[0]] = len(devices) // fixed
-    if math.prod(sizes.values()) != len(devices):
+    if free and count % fixed == 0:
+        sizes[free[0]] = count // fixed
+    if math.prod(sizes.values()) != count:
         used = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1"
         raise ShardingError(
             f"mesh {used} needs {fixed} device{'s' if fixed != 1 else ''}{' times a whole number' if free else ''}, "
-            f"but there are {len(devices)}; change config.mesh (one axis may be -1)"
+            f"but there are {count}; change config.mesh (one axis may be -1)"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return sizes

@@ -83,7 +83,7 @@ class Reshard:
             out = jax.tree.map(lambda leaf: leaf.astype(dtype or leaf.dtype), tree)
             return out, checksum(out)
 
-        self._cast = jax.jit(
+        self.program = jax.jit(
             cast,
             out_shardings=(shardings, None) if self._one_program else None,
             donate_argnums=(0,) if donate else (),
@@ -91,7 +91,7 @@ class Reshard:
 
     def __call__(self, tree: Any) -> tuple[Any, int]:
         """The tree in its new layout, and the checksum that the receiver must find."""
-        out, total = self._cast(tree)
+        out, total = self.program(tree)
         if not self._one_program:
             out = jax.device_put(out, self._shardings)
         if self._donate:  # jit keeps donated buffers that no output can use, such as those of another dtype

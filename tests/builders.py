@@ -9,12 +9,13 @@ from jaxrl_llm import formulas, optimizer
 from jaxrl_llm.learner.actor import Actor, Objective
 from jaxrl_llm.learner.critic import Critic, ValueObjective
 from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.programs import Programs
 from jaxrl_llm.learner.reward_model import RewardModel
 from jaxrl_llm.learner.trainable import param_shardings
 from jaxrl_llm.models.config import DecoderConfig, Rope
 from jaxrl_llm.models.decoder import build
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import TRAINING
+from jaxrl_llm.sharding.rules import TRAINING, Layout
 from jaxrl_llm.types import Prompt, Rollout, Scored
 
 TINY = DecoderConfig(
@@ -58,29 +59,29 @@ def make_learner(
     on, objective, *, learning_rate=1e-2, epochs=1, remat="none", dtype="float32", seed=0, critic=None, prime=False
 ):
     """`critic`: changes of its ValueObjective; None: no critic."""
-    model = build(TINY, dtype=dtype, remat=remat, rules=TRAINING, mesh=on)
+    model = build(TINY, dtype=dtype, remat=remat, layout=Layout(TRAINING, on))
     rate = optimizer.schedule(
         "constant", learning_rate=learning_rate, warmup_steps=0, total_updates=1, final_fraction=1.0
     )
     transform = optimizer.adamw(rate, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01, max_grad_norm=1.0)
     value, value_params = None, None
     if critic is not None:
-        value_model = build(TINY, dtype=dtype, remat=remat, rules=TRAINING, mesh=on, value_head=True)
+        value_model = build(TINY, dtype=dtype, remat=remat, layout=Layout(TRAINING, on), value_head=True)
         value = {"aggregation": "token-mean", "length_norm": 16.0, "value_clip": 0.5, "warmup_steps": 0, "epochs": 1}
         value = Critic(value_model, on, transform, rate, ValueObjective(**value | critic))
         value_params = _random_params(seed) | {"value": np.zeros(TINY.embed, np.float32)}
         value_params = jax.device_put(value_params, param_shardings(value_model, on))
-    return Learner(
+    programs = Programs(
         on,
         objective,
         Actor(model, on, transform, rate, objective, logits_chunk=8),
-        jax.device_put(_random_params(seed), param_shardings(model, on)),
-        epochs=epochs,
-        critic=value and (value, value_params),
+        critic=value,
         reward_model=RewardModel(model, on, transform, rate, beta=0.5, temperature=1.0, logits_chunk=8)
         if prime
         else None,
     )
+    params = jax.device_put(_random_params(seed), param_shardings(model, on))
+    return Learner(programs, params, epochs=epochs, critic_params=value_params)
 
 
 @functools.cache

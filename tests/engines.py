@@ -101,7 +101,7 @@ def shared_engine():
 def count_calls(engine, monkeypatch):
     """What the two costly programs are called with: (ids, lengths) a prefill, the view a dispatch."""
     seen = {"prefill": [], "dispatch": []}
-    prefill, dispatch = engine._prefill, engine._dispatch
+    prefill, dispatch = engine.programs.prefill, engine.programs.dispatch
 
     def count_prefill(params, ids, lengths):
         seen["prefill"].append((ids, lengths))
@@ -111,8 +111,8 @@ def count_calls(engine, monkeypatch):
         seen["dispatch"].append(view)
         return dispatch(*args, view=view, filtered=filtered)
 
-    monkeypatch.setattr(engine, "_prefill", count_prefill)
-    monkeypatch.setattr(engine, "_dispatch", count_dispatch)
+    monkeypatch.setattr(engine.programs, "prefill", count_prefill)
+    monkeypatch.setattr(engine.programs, "dispatch", count_dispatch)
     return seen
 
 

@@ -235,7 +235,11 @@ PLACES = [
     ("two free axes", sets("mesh.fsdp=-1", "mesh.tensor=-1"), ["at most one of them -1", "config.mesh"]),
     ("no such size", sets("mesh.fsdp=0"), ["mesh sizes must be positive", "'fsdp': 0"]),
     ("heads", sets("mesh.fsdp=1", "mesh.tensor=8"), ["layers.o.kernel: dimension 'heads' of size 4", "axis tensor=8"]),
-    ("vocabulary", sets("model.vocab_pad_multiple=3"), ["embedding: dimension 'vocab' of size 18", "axis tensor=4"]),
+    (
+        "vocabulary",
+        sets("model.vocab_pad_multiple=3"),
+        ["embedding: dimension 'vocab' of size 18", "axis fsdp=2 x tensor=4"],
+    ),
     ("rows", sets("learner.micro_batch_rows=3"), ["config.learner.micro_batch_rows=3 is not a multiple of the 2"]),
     ("a read-only place", sets("run_dir=/proc/x"), ["config.run_dir='/proc/x' cannot be written"]),
     ("a file as folder", lambda at: sets(f"run_dir={m.file_in(at)}"), ["mine' cannot be written"]),

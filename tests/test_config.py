@@ -27,9 +27,10 @@ def refused(*argv):
 @pytest.mark.parametrize("name", configs.built_in())
 def test_every_recipe_is_valid(name):
     c = configs.load(name)
-    if not c.data.train:
+    planned = name.startswith("plan_")  # for a plan: a model's shape without files
+    if not c.data.train and not planned:
         c.data.train = ("data.jsonl",)
-    validate(c)
+    validate(c, files=not planned)
     assert c.is_locked
 
 

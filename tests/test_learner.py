@@ -138,7 +138,7 @@ def test_every_device_works_on_its_own_rows_only(axes):
     on = mesh(8, **axes)
     learner = make_learner(on, make_objective())
     batch = unprepared(learner, make_scored(groups=16), spec(32, sequences=32))
-    lowered = jax.jit(learner._actor.gradients).lower(learner.state.actor, None, batch, 0, jax.random.key(0))
+    lowered = jax.jit(learner.programs.actor.gradients).lower(learner.state.actor, None, batch, 0, jax.random.key(0))
     text = lowered.compile().as_text()
     rows = 32 // (on.shape["data"] * on.shape["fsdp"])
     shapes = re.findall(r"= f32\[([0-9,]+)\]\S* (?:dot|all-reduce)\(", text)
@@ -207,8 +207,8 @@ def test_nothing_compiles_again_when_lengths_and_rows_change():
     for seed in range(4):
         batch, _ = learner.prepare(learner.place(pack(make_scored(seed=seed, failed=(seed,)), pack_spec)))
         learner.update(batch)
-    assert learner._prepare._cache_size() == 1
-    assert learner._update._cache_size() == 1
+    assert learner.programs.prepare._cache_size() == 1
+    assert learner.programs.update._cache_size() == 1
 
 
 def test_sft_is_the_negative_log_likelihood_of_the_demonstrations():

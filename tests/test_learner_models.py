@@ -150,7 +150,7 @@ def test_the_reward_model_begins_as_the_policy_and_learns_the_outcomes():
     assert accuracies[-1] == 1
     # What it now says of the tokens adds up to more where the outcome was right.
     s = batch.sequences
-    rewards = learner._views(learner.state, learner.reference, s).process_rewards
+    rewards = learner.programs.views(learner.state, learner.reference, s).process_rewards
     sums = np.asarray(segments.sequence_sum(rewards, s.action_mask, s.sequence_ids, 8))
     right, wrong = (sums[[i for i, x in enumerate(scored) if x.reward == r]] for r in (1.0, 0.0))
     assert right.min() > 0 > wrong.max()
@@ -170,5 +170,6 @@ def test_nothing_compiles_again():
     for seed in range(3):
         batch, _ = prepared(learner, make_scored(seed=seed), spec(2, packing=True, length=48))
         learner.update(batch)
-    assert [f._cache_size() for f in (learner._prepare, learner._update, learner._updates["critic"])] == [1, 1, 1]
+    p = learner.programs
+    assert [f._cache_size() for f in (p.prepare, p.update, p.update_beside["critic"])] == [1, 1, 1]
     assert jnp.isfinite(learner.state.critic.params["value"]).all()

@@ -95,7 +95,7 @@ def test_losses_of_the_whole_batch_choose_tokens_and_the_gradient_knows():
 def test_in_bypass_mode_the_correction_is_against_the_policy_as_it_is_now():
     learner = make_learner(mesh(), make_objective(**OBJECTIVES["bypass with rejection"]))
     batch = place(learner, samples(), IN_ONE_PIECE[2])
-    logprobs = np.asarray(learner._actor.stats(learner.state.params, tokens_of(batch)).logprob)
+    logprobs = np.asarray(learner.programs.actor.stats(learner.state.params, tokens_of(batch)).logprob)
     mask, ids = (np.asarray(x[0, 0]) for x in (batch.mask, batch.sequences.sequence_ids))
     difference = np.asarray(batch.old_logprobs)[0, 0] - logprobs
     kept = [i for i in range(8) if 0.9 <= np.exp(difference[mask & (ids == i)].mean()) <= 1.1]
@@ -118,7 +118,7 @@ def test_the_exact_kl_is_summed_over_the_vocabulary_and_pulls_towards_the_refere
     tokens = tokens_of(batch)
 
     def logits(params):
-        module = learner._actor.model.bind(params)
+        module = learner.programs.actor.model.bind(params)
         hidden = module.hidden(tokens.token_ids, tokens.positions, tokens.segment_ids)
         return jax.nn.log_softmax(hidden @ module.head_matrix().T / 0.8)
 

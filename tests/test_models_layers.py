@@ -7,15 +7,12 @@ from flax import nnx
 from jaxrl_llm.models.config import Rope
 from jaxrl_llm.models.layers import (
     Linear,
-    attend,
-    attention_mask,
     precision_of,
     rms_norm,
     rope_frequencies,
     rope_tables,
     rotate,
 )
-from tests import numpy_decoder
 
 
 def random(*shape, seed=0):
@@ -87,42 +84,6 @@ def test_the_norm_is_computed_in_float32_whatever_comes_in():
     large = jnp.full((1, 16), 300.0, jnp.float16)  # its square is beyond float16
     np.testing.assert_allclose(rms_norm(large, jnp.ones(16), 1e-5), 1.0, rtol=1e-3)
     assert rms_norm(x.astype(jnp.bfloat16), scale, 1e-5).dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("window", [1, 2, 3, 100])
-def test_the_mask_allows_earlier_tokens_of_the_same_segment_within_the_window(window):
-    segments = np.array([[1, 1, 1, 1, 2, 2, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1]])
-    positions = np.array([[0, 1, 2, 3, 0, 1, 0, 0], [9, 0, 1, 2, 3, 4, 5, 6]])
-    got = np.asarray(attention_mask(positions, segments, jnp.int32(window)))
-    for b in range(2):
-        for t in range(8):
-            for s in range(8):
-                distance = positions[b, t] - positions[b, s]
-                same = segments[b, t] == segments[b, s]
-                assert got[b, t, s] == (same and 0 <= distance < window), (b, t, s)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_equals_a_loop_over_heads_and_tokens(window):
-    B, T, N, K, H = 2, 7, 6, 2, 4
-    q, k, v = random(B, T, N, H), random(B, K, T, H, seed=1), random(B, K, T, H, seed=2)
-    positions = np.broadcast_to(np.arange(T), (B, T))
-    mask = attention_mask(positions, np.ones((B, T)), jnp.int32(window or 100))
-    got = jax.jit(attend)(q, k, v, mask)
-    for b in range(B):
-        for n in range(N):
-            expected = numpy_decoder.attend(q[b, :, n], k[b, n // 3], v[b, n // 3], window)
-            np.testing.assert_allclose(got[b, :, n], expected, atol=1e-5)
-
-
-def test_a_query_that_sees_nothing_gets_the_mean_and_finite_gradients():
-    q, k, v = random(1, 2, 1, 4), random(1, 1, 3, 4, seed=1), random(1, 1, 3, 4, seed=2)
-    mask = jnp.array([[[False] * 3, [True, False, False]]])
-    out = attend(q, k, v, mask)
-    np.testing.assert_allclose(out[0, 0, 0], v[0, 0].mean(0), rtol=1e-5)
-    np.testing.assert_allclose(out[0, 1, 0], v[0, 0, 0], rtol=1e-5)
-    gradients = jax.jit(jax.grad(lambda *x: attend(*x, mask).sum(), (0, 1, 2)))(q, k, v)
-    assert all(bool(jnp.isfinite(g).all()) for g in gradients)
 
 
 def test_a_linear_layer_contracts_its_leading_kernel_dimensions_and_adds_its_bias():

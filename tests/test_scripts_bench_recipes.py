@@ -15,6 +15,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_recipe_is_trained_and_its_row_printed_and_not_trained_again(tmp_path, capsys):
     arguments = ["rloo", "--steps", "1", "--out", str(tmp_path), "--", *SETTINGS]
     assert main(arguments) == 0

@@ -85,7 +85,7 @@ def test_export_is_the_policy_and_loads_as_a_model_folder(straight, tmp_path):
     run_dir, _, _, state = straight
     export.run(["--run", str(run_dir), "--out", str(tmp_path / "model"), "--dtype", "float32"])
     hf = huggingface.read_config(tmp_path / "model")
-    model = build(huggingface.decoder_config(hf))
+    model = build(huggingface.decoder_config(hf, vocab_pad_multiple=128))
     one = make_mesh({}, jax.devices()[:1])
     params = huggingface.load(tmp_path / "model", model, param_shardings(model, one))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), state.params)

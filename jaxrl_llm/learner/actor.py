@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.aggregation import token_weights
 from jaxrl_llm.algorithms.correction import correct
@@ -27,6 +26,7 @@ from jaxrl_llm.formulas import BoundAdvantage, BoundLoss
 from jaxrl_llm.learner.trainable import Metrics, Parts, Trainable, over_micro_batches, single
 from jaxrl_llm.models.decoder import Decoder, Model
 from jaxrl_llm.models.logprobs import TokenStats, exact_kl, token_logprobs
+from jaxrl_llm.sharding.rules import AnyMesh
 from jaxrl_llm.types import ModelState, SequenceBatch, TrainBatch
 
 
@@ -86,7 +86,7 @@ class Actor(Trainable):
     def __init__(
         self,
         model: Model,
-        mesh: Mesh,
+        mesh: AnyMesh,
         optimizer: optax.GradientTransformation,
         learning_rate: optax.Schedule,
         objective: Objective,
@@ -114,6 +114,7 @@ class Actor(Trainable):
             vocab_size=self.model.config.vocab_size,
             temperature=self._objective.temperature,
             chunk=self._chunk,
+            layout=module.layout,
             entropy=entropy,
             sum_pi_squared=sum_pi_squared,
         )
@@ -244,6 +245,7 @@ class Actor(Trainable):
             vocab_size=self.model.config.vocab_size,
             temperature=self._objective.temperature,
             chunk=self._chunk,
+            layout=module.layout,
         )
 
 

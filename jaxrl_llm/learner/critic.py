@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import value_losses
 from jaxrl_llm.algorithms.aggregation import token_weights
 from jaxrl_llm.learner.trainable import Metrics, Parts, Trainable
 from jaxrl_llm.models.decoder import Model
 from jaxrl_llm.models.logprobs import shift_to_tokens
+from jaxrl_llm.sharding.rules import AnyMesh
 from jaxrl_llm.types import ModelState, TrainBatch
 
 
@@ -47,7 +47,7 @@ class Critic(Trainable):
     def __init__(
         self,
         model: Model,
-        mesh: Mesh,
+        mesh: AnyMesh,
         optimizer: optax.GradientTransformation,
         learning_rate: optax.Schedule,
         objective: ValueObjective,

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import implicit_reward, segments
 from jaxrl_llm.learner.trainable import Metrics, Parts, Trainable
 from jaxrl_llm.models.decoder import Model
 from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.sharding.rules import AnyMesh
 from jaxrl_llm.types import ModelState, TrainBatch
 
 
@@ -32,7 +32,7 @@ class RewardModel(Trainable):
     def __init__(
         self,
         model: Model,
-        mesh: Mesh,
+        mesh: AnyMesh,
         optimizer: optax.GradientTransformation,
         learning_rate: optax.Schedule,
         *,
@@ -54,6 +54,7 @@ class RewardModel(Trainable):
             vocab_size=self.model.config.vocab_size,
             temperature=self._temperature,
             chunk=self._chunk,
+            layout=module.layout,
         ).logprob
 
     def rewards(self, logprobs: jax.Array, reference_logprobs: jax.Array, mask: jax.Array) -> jax.Array:

@@ -14,15 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from jaxrl_llm.models.decoder import Model
-from jaxrl_llm.sharding.rules import TRAINING, replicated, tree_shardings
+from jaxrl_llm.sharding.rules import TRAINING, AnyMesh, replicated, tree_shardings
 from jaxrl_llm.types import ModelState
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum, count)
 # The same within a micro-batch: count None where the sum over micro-batches is one observation.
 Parts = dict[str, tuple[jax.Array, jax.Array | None]]
+
+_STEP: Any = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 class Trainable:
@@ -32,11 +33,13 @@ class Trainable:
         self,
         name: str,
         model: Model,
-        mesh: Mesh,
+        mesh: AnyMesh,
         optimizer: optax.GradientTransformation,
         learning_rate: optax.Schedule,
     ):
         self.name, self.model, self._optimizer, self._learning_rate = name, model, optimizer, learning_rate
+        params = model.abstract
+        self.abstract = ModelState(params, jax.eval_shape(optimizer.init, params), _STEP)
         self.shardings = state_shardings(model, mesh, optimizer)
 
     def create(self, params: Any) -> ModelState:
@@ -50,21 +53,24 @@ class Trainable:
         """Gradients and metrics of `loss(params, micro)`, added up over the micro-batches in use of `mini`, a pytree of
         arrays [M, ...]."""
         first = jax.tree.map(lambda x: x[0], mini)
+        if jax.tree.leaves(mini)[0].shape[0] == 1:  # nothing to add up: one set of gradients instead of two
+            grads, metrics = jax.grad(loss, has_aux=True)(params, first)
+            return self._like_params(grads), observed(metrics)
         shapes = jax.eval_shape(loss, params, first)[1]
         zero_metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        zero_grads = jax.tree.map(
-            lambda p, sharding: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, jnp.float32), sharding),
-            params,
-            self.shardings.params,
-        )
+        zero_grads = self._like_params(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
 
         def one(m: jax.Array, carry: tuple[Any, Parts]) -> tuple[Any, Parts]:
             micro = jax.tree.map(lambda x: x[m], mini)
             grads, metrics = jax.grad(loss, has_aux=True)(params, micro)
-            return jax.tree.map(jnp.add, carry[0], grads), jax.tree.map(jnp.add, carry[1], metrics)
+            return jax.tree.map(jnp.add, carry[0], self._like_params(grads)), jax.tree.map(jnp.add, carry[1], metrics)
 
         grads, metrics = jax.lax.fori_loop(0, num_micro, one, (zero_grads, zero_metrics))
         return grads, observed(metrics)
+
+    def _like_params(self, grads: Any) -> Any:
+        """Gradients lie as their parameters, and so does all that the optimizer makes of them."""
+        return jax.lax.with_sharding_constraint(grads, self.shardings.params)
 
     def apply(self, state: ModelState, grads: Any, metrics: Metrics) -> tuple[ModelState, Metrics]:
         """The state after one update. An update whose loss (`metrics["NAME/loss"]`) or gradient is not finite is not
@@ -99,12 +105,12 @@ def over_mini_batches(function: Callable[[Any], Any], batch: Any, num_micro_A: j
     return jax.lax.map(lambda mini: over_micro_batches(function, *mini), (batch, num_micro_A))
 
 
-def param_shardings(model: Model, mesh: Mesh) -> Any:
+def param_shardings(model: Model, mesh: AnyMesh) -> Any:
     """Where each parameter lies in training."""
     return tree_shardings(model.abstract, model.dims, TRAINING, mesh)
 
 
-def state_shardings(model: Model, mesh: Mesh, optimizer: optax.GradientTransformation) -> ModelState:
+def state_shardings(model: Model, mesh: AnyMesh, optimizer: optax.GradientTransformation) -> ModelState:
     """Where all of a ModelState lies: moments as their parameters, counters everywhere."""
     params = param_shardings(model, mesh)
     opt_state = optax.tree_map_params(

@@ -12,21 +12,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm.models.decoder import Cache, Model
-from jaxrl_llm.rollout import programs
 from jaxrl_llm.rollout.engine import Listener, Request, Sampling
-from jaxrl_llm.rollout.programs import Admission, Slots
+from jaxrl_llm.rollout.programs import Admission, Programs, Slots, round_up
 from jaxrl_llm.rollout.sampling import Filters
 from jaxrl_llm.sharding import reshard
-from jaxrl_llm.sharding.rules import INFERENCE, constrainer, named_sharding, replicated
+from jaxrl_llm.sharding.rules import AnyMesh
 from jaxrl_llm.types import Rollout, UserError
 
 
@@ -54,7 +51,7 @@ class JaxEngine:
     def __init__(
         self,
         model: Model,
-        mesh: Mesh,
+        mesh: AnyMesh,
         *,
         eos_ids: Sequence[int],
         decode_text: Callable[[Sequence[int]], str],
@@ -64,42 +61,22 @@ class JaxEngine:
         prefill_batch: int,
         steps_per_dispatch: int,
     ):
-        """`decode_text`: token ids to text, special tokens left out. `slots` and `prefill_batch` are rounded up to what
-        the mesh's data axes divide."""
-        parts = mesh.shape["data"] * mesh.shape["fsdp"]
-        self._slots, self._prefill_batch = _up(slots, parts), _up(min(prefill_batch, slots), parts)
-        self._model, self._mesh = model, mesh
+        """`decode_text`: token ids to text, special tokens left out. Other options: see `Programs`."""
+        self.programs = Programs(
+            model,
+            mesh,
+            eos_ids=eos_ids,
+            slots=slots,
+            prefill_batch=prefill_batch,
+            length=max_prompt_length + max_response_length,
+            steps_per_dispatch=steps_per_dispatch,
+        )
         self._eos = tuple(eos_ids)
         self._decode_text = decode_text
-        self._steps = steps_per_dispatch
-        self._length = _up(max_prompt_length + max_response_length, 8)
         self._max_prompt = max_prompt_length
         self._params: Any = None
         self._cache: Cache | None = None
         self.version = -1
-        c = model.config
-        shape = (c.num_layers, self._slots, c.num_kv_heads, self._length, c.head_dim)
-        dims = ("layers", "batch", "kv_heads", "length", "head_dim")
-        # Stated, so that the cache keeps its layout from call to call and nothing is compiled twice.
-        cache = named_sharding("cache", shape, dims, INFERENCE, mesh)
-        self._everywhere = replicated(mesh)
-        self._prompt_rows = named_sharding("prompts", (self._prefill_batch,), ("batch",), INFERENCE, mesh)
-        self._allocate = jax.jit(
-            lambda: Cache(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)), out_shardings=cache
-        )
-        self._prefill = jax.jit(partial(programs.prefill, model))
-        self._admit = jax.jit(
-            partial(programs.admit, constrainer(INFERENCE, mesh), self._eos),
-            static_argnames="filtered",
-            donate_argnums=(0, 1),
-            out_shardings=(cache, self._everywhere, self._everywhere),
-        )
-        self._dispatch = jax.jit(
-            partial(programs.dispatch, model, self._eos, self._steps),
-            static_argnames=("view", "filtered"),
-            donate_argnums=(1, 2),
-            out_shardings=(cache, *[self._everywhere] * 4),
-        )
 
     def load(self, params: Any, version: int, checksum: int) -> None:
         """Takes weights in the INFERENCE layout."""
@@ -113,7 +90,7 @@ class JaxEngine:
     def wake(self) -> None:
         """Allocates the cache."""
         if self._cache is None:
-            self._cache = self._allocate()
+            self._cache = self.programs.allocate()
 
     def close(self) -> None:
         """Frees weights and cache."""
@@ -139,10 +116,10 @@ class JaxEngine:
         prompt, budget = len(request.prompt.token_ids), request.max_tokens
         if budget < 1:
             raise UserError(f"max_tokens must be at least 1, got {budget}")
-        if not 0 < prompt <= self._max_prompt or prompt + budget > self._length:
+        if not 0 < prompt <= self._max_prompt or prompt + budget > self.programs.length:
             raise UserError(
                 f"prompt {request.prompt.uid} of {prompt} tokens with max_tokens={budget} does not fit the engine, "
-                f"made for prompts of 1 to {self._max_prompt} tokens and {self._length} tokens in all"
+                f"made for prompts of 1 to {self._max_prompt} tokens and {self.programs.length} tokens in all"
             )
 
 
@@ -155,9 +132,9 @@ class _Job:
         self.running: dict[int, _Running] = {}
         self._done: list[Rollout | None] = [None] * len(requests)
         self._prefix = _Prefix(Cache(jnp.zeros(()), jnp.zeros(())), jnp.zeros(()), {})
-        S = engine._slots
+        S = engine.programs.slots
         empty: Any = (jnp.zeros(S, dtype) for dtype in (jnp.int32, jnp.int32, jnp.int32, bool, jnp.uint32))
-        self._slots = Slots(*(jax.device_put(column, engine._everywhere) for column in empty))
+        self._slots = Slots(*(jax.device_put(column, engine.programs.everywhere) for column in empty))
         self._filters = Filters(
             jnp.float32(sampling.temperature),
             jnp.int32(sampling.top_k),
@@ -170,7 +147,7 @@ class _Job:
     def admit(self) -> None:
         """Gives free slots to waiting requests, reading their prompts where that has not been done."""
         engine = self.engine
-        free = [s for s in range(engine._slots) if s not in self.running]
+        free = [s for s in range(engine.programs.slots) if s not in self.running]
         while free and self.waiting:
             if self.waiting[0][1].prompt.uid not in self._prefix.index:
                 self._prefix = self._read_prompts()
@@ -185,22 +162,22 @@ class _Job:
         prompts = {}
         for _, request in self.waiting:
             prompts.setdefault(request.prompt.uid, request.prompt)
-            if len(prompts) == engine._prefill_batch:
+            if len(prompts) == engine.programs.prefill_batch:
                 break
         lengths = [len(p.token_ids) for p in prompts.values()]
-        width = min(_bucket(max(lengths)), _up(engine._max_prompt, 8))
-        ids = np.zeros((engine._prefill_batch, width), np.int32)
+        width = min(_bucket(max(lengths)), round_up(engine._max_prompt, 8))
+        ids = np.zeros((engine.programs.prefill_batch, width), np.int32)
         for row, prompt in zip(ids, prompts.values(), strict=False):
             row[: len(prompt.token_ids)] = prompt.token_ids
-        padded = np.array(lengths + [1] * (engine._prefill_batch - len(lengths)), np.int32)
-        ids, padded = jax.device_put((ids, padded), engine._prompt_rows)
-        logits, cache = engine._prefill(engine._params, ids, padded)
+        padded = np.array(lengths + [1] * (engine.programs.prefill_batch - len(lengths)), np.int32)
+        ids, padded = jax.device_put((ids, padded), engine.programs.prompt_rows)
+        logits, cache = engine.programs.prefill(engine._params, ids, padded)
         return _Prefix(cache, logits, {uid: i for i, uid in enumerate(prompts)})
 
     def _start(self, batch: list[tuple[int, _Running]]) -> None:
         """Copies prompts into slots and samples the first token of each."""
         engine = self.engine
-        columns: Any = (np.zeros(engine._slots, d) for d in (bool, np.int32, np.int32, np.int32, np.uint32))
+        columns: Any = (np.zeros(engine.programs.slots, d) for d in (bool, np.int32, np.int32, np.int32, np.uint32))
         new: Any = Admission(*columns)
         for slot, run in batch:
             prompt = run.request.prompt
@@ -215,7 +192,7 @@ class _Job:
                 column[slot] = value
             self.running[slot] = run
             self._killed[slot] = False
-        engine._cache, self._slots, logprobs = engine._admit(
+        engine._cache, self._slots, logprobs = engine.programs.admit(
             engine._cache,
             self._slots,
             self._prefix.cache,
@@ -236,8 +213,8 @@ class _Job:
             return
         engine = self.engine
         longest = max(len(r.request.prompt.token_ids) + len(r.tokens) for r in self.running.values())
-        view = min(_bucket(longest + engine._steps), engine._length)
-        engine._cache, self._slots, tokens, logprobs, counts = engine._dispatch(
+        view = min(_bucket(longest + engine.programs.steps), engine.programs.length)
+        engine._cache, self._slots, tokens, logprobs, counts = engine.programs.dispatch(
             engine._params,
             engine._cache,
             self._slots,
@@ -308,10 +285,6 @@ class _Job:
     def finished(self) -> list[Rollout]:
         """All rollouts, in the order of the requests."""
         return [r for r in self._done if r is not None]
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def _bucket(n: int) -> int:

@@ -5,14 +5,17 @@ Shapes: S slots, P prompts of one prefill, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models.attention import kept_kv_heads
 from jaxrl_llm.models.decoder import Cache, Model
 from jaxrl_llm.rollout.sampling import Filters, sample
-from jaxrl_llm.sharding.rules import Constrain
+from jaxrl_llm.sharding.rules import INFERENCE, AnyMesh, Layout, named_sharding, replicated
 
 
 class Slots(NamedTuple):
@@ -35,6 +38,58 @@ class Admission(NamedTuple):
     seed: jax.Array  # uint32 [S]
 
 
+class Programs:
+    """What an engine compiles, and how all that it keeps lies on the mesh. Holds no arrays."""
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: AnyMesh,
+        *,
+        eos_ids: Sequence[int],
+        slots: int,
+        prefill_batch: int,
+        length: int,
+        steps_per_dispatch: int,
+    ):
+        """`slots` and `prefill_batch` are rounded up to what the mesh's data axes divide, `length` (tokens of a slot)
+        to a multiple of 8."""
+        layout, eos = Layout(INFERENCE, mesh), tuple(eos_ids)
+        parts = layout.parts("batch")
+        self.slots, self.prefill_batch = round_up(slots, parts), round_up(min(prefill_batch, slots), parts)
+        self.length, self.steps = round_up(length, 8), steps_per_dispatch
+        c = model.config
+        shape = (c.num_layers, self.slots, kept_kv_heads(c.num_kv_heads, layout), self.length, c.head_dim)
+        dims = ("layers", "batch", "kv_heads", "length", "head_dim")
+        # Stated, so that the cache keeps its layout from call to call and nothing is compiled twice.
+        cache = named_sharding("cache", shape, dims, INFERENCE, mesh)
+        abstract: Any = jax.ShapeDtypeStruct(shape, model.dtype, sharding=cache)
+        self.abstract_cache = Cache(abstract, abstract)
+        self.everywhere = replicated(mesh)
+        self.prompt_rows = named_sharding("prompts", (self.prefill_batch,), ("batch",), INFERENCE, mesh)
+        self.allocate = jax.jit(
+            lambda: Cache(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)), out_shardings=cache
+        )
+        self.prefill = jax.jit(partial(prefill, model))
+        self.admit = jax.jit(
+            partial(admit, layout, eos),
+            static_argnames="filtered",
+            donate_argnums=(0, 1),
+            out_shardings=(cache, self.everywhere, self.everywhere),
+        )
+        self.dispatch = jax.jit(
+            partial(dispatch, model, eos, self.steps),
+            static_argnames=("view", "filtered"),
+            donate_argnums=(1, 2),
+            out_shardings=(cache, *[self.everywhere] * 4),
+        )
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-n // multiple) * multiple
+
+
 def prefill(model: Model, params: Any, ids: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
     """Logits of the first response token [P, V], and the prompts' keys and values."""
     module = model.bind(params)
@@ -43,7 +98,7 @@ def prefill(model: Model, params: Any, ids: jax.Array, lengths: jax.Array) -> tu
 
 
 def admit(
-    constrain: Constrain,
+    layout: Layout,
     eos: tuple[int, ...],
     cache: Cache,
     slots: Slots,
@@ -61,9 +116,9 @@ def admit(
     def fill_layer(i: jax.Array, to: Cache) -> Cache:
         # Layer by layer, and every slot from its own place: the prompts of all slots at once would be a second cache.
         def fill(to: jax.Array, source: jax.Array) -> jax.Array:
-            prompts = constrain(source[i].astype(to.dtype), ("norm", *dims))[:, :, :width]
+            prompts = layout.constrain(source[i].astype(to.dtype), ("norm", *dims))[:, :, :width]
             kept = jnp.where(new.fresh[:, None, None, None], prompts[new.place], to[i, :, :, :width])
-            return to.at[i, :, :, :width].set(constrain(kept, ("batch", *dims)))
+            return to.at[i, :, :, :width].set(layout.constrain(kept, ("batch", *dims)))
 
         return Cache(fill(to.k, prefix.k), fill(to.v, prefix.v))
 

@@ -1,0 +1,1 @@
+"""What a run needs on devices that are not here: memory, work and time, from shapes alone."""
