@@ -1,7 +1,6 @@
 """A model of a program's memory, work and traffic, for devices that cannot be compiled for here.
 
-It knows what the programs keep and move, not how a compiler orders it, and is within a quarter of what the TPU compiler
-says of the same programs (docs/scaling.md). All of one device.
+It knows what the programs keep and move, not how a compiler orders it: leave some memory free. All of one device.
 
     forward pass         layer by layer: the weights of one in the computing dtype (twice: the next one is on its way)
                          and its activations; the logits of one chunk

@@ -124,7 +124,7 @@ def _tpu_devices(name: str, slice_: str, slices: int) -> Sequence[Any]:
         return topologies.get_topology_desc(platform="tpu", topology_name=slice_, **options).devices
     except Exception as error:  # whatever a missing or older libtpu raises
         text = str(error)
-        if "libtpu" in text or "Unable to initialize backend" in text or "not found" in text:
+        if "libtpu" in text or "not installed" in text:
             raise UserError(
                 f"--topology {name!r} needs the TPU compiler: pip install 'jaxrl-llm[tpu]' (in a clone: pip install -e "
                 f"'.[tpu]'). It said: {text.splitlines()[0]}"

@@ -261,7 +261,7 @@ def _show_programs(plan: Plan, console: Console) -> None:
             f"{program.calls:,.0f}",
             "refused" if refused else f"{program.flops / 1e12:.4g}",
             "" if refused else ratio,
-            "" if refused else ", ".join(f"{k} {v / GIB:.3g}" for k, v in program.collective_bytes.items() if v),
+            "" if refused else f"{sum(program.collective_bytes.values()) / GIB:.3g}",
             "" if refused or not math.isfinite(program.roofline) else f"{program.roofline:.4g}",
             "" if refused or not math.isfinite(program.roofline) else max(seconds, key=lambda what: seconds[what]),
         )
