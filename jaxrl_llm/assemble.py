@@ -114,6 +114,7 @@ def local_pool(
     mesh = inference_mesh(c, mesh)
     model = inference_model(c, source, mesh)
     reshard = Reshard(policy.state.params, inference_shardings(model, mesh), model.dtype)
+    console.out(f"attention: {policy.programs.actor.model.attention} in training, {model.attention} in the engine")
     gib = 2**30
     console.out(
         f"weight sync: {reshard.received_bytes / gib:.3f} GiB into the inference layout, of which "

@@ -215,13 +215,13 @@ def _ranges(c: Config) -> Iterator[tuple[bool, str]]:
     for key in positive.split():
         yield flat[key] <= 0, f"config.{key} must be more than 0, got {flat[key]}"
     not_negative = (
-        "total_steps total_epochs data.val_limit rollout.top_k eval.every eval.temperature eval.top_k checkpoint.every "
-        "checkpoint.keep_best optimizer.warmup_steps optimizer.weight_decay optimizer.max_grad_norm log.samples_every "
-        "log.samples algorithm.length_norm algorithm.kl_loss_coef "
-        "algorithm.kl_reward_coef algorithm.kl_target algorithm.clip_cov_ratio algorithm.kl_cov_ratio "
-        "algorithm.ppo_kl_coef algorithm.dro_beta algorithm.gamma algorithm.lam algorithm.reweight_power "
-        "reward.overlong_buffer reward.overlong_factor filter.gen_batch_size critic.warmup_steps "
-        "seed optimizer.beta1 optimizer.beta2 rollout.min_p optimizer.final_fraction"
+        "total_steps total_epochs data.val_limit rollout.tensor rollout.top_k eval.every eval.temperature eval.top_k "
+        "checkpoint.every checkpoint.keep_best optimizer.warmup_steps optimizer.weight_decay optimizer.max_grad_norm "
+        "log.samples_every log.samples algorithm.length_norm algorithm.kl_loss_coef algorithm.kl_reward_coef "
+        "algorithm.kl_target algorithm.clip_cov_ratio algorithm.kl_cov_ratio algorithm.ppo_kl_coef algorithm.dro_beta "
+        "algorithm.gamma algorithm.lam algorithm.reweight_power reward.overlong_buffer reward.overlong_factor "
+        "filter.gen_batch_size critic.warmup_steps seed optimizer.beta1 optimizer.beta2 rollout.min_p "
+        "optimizer.final_fraction"
     )
     for key in not_negative.split():
         yield flat[key] < 0, f"config.{key} must not be negative, got {flat[key]}"
