@@ -89,7 +89,7 @@ def test_values_do_not_depend_on_the_sampling_temperature():
 @pytest.mark.parametrize(
     ("axes", "pack_spec"),
     [
-        ({}, spec(2, packing=True, length=48)),
+        pytest.param({}, spec(2, packing=True, length=48), marks=pytest.mark.slow),
         ({"data": 2, "fsdp": 2, "tensor": 2}, spec(4, packing=True, length=48)),
     ],
     ids=["packed", "data 2, fsdp 2, tensor 2, packed"],

@@ -31,7 +31,7 @@ def run(tmp_path, capsys, *cases, ways=ONE_WAY):
     ("ways", "count"),
     [
         (["--program", "jit", "--dtype", "float32", "--layout", "packed"], 1),
-        (["--program", "eager", "--dtype", "float64", "--layout", "padded"], 1),
+        pytest.param(["--program", "eager", "--dtype", "float64", "--layout", "padded"], 1, marks=pytest.mark.slow),
         pytest.param([], 8, marks=pytest.mark.slow),
     ],
     ids=["jit float32 packed", "eager float64 padded", "all"],
