@@ -54,7 +54,7 @@ def test_a_recipe_trains(recipe, tmp_path):
     ("recipe", "changes"),
     [
         ("ppo", {"critic.warmup_steps": 1, "algorithm.kl_reward_coef": 0.1, "algorithm.kl_target": 0.01}),
-        ("prime", {}),
+        pytest.param("prime", {}, marks=pytest.mark.slow),
     ],
 )
 def test_critic_reward_model_and_kl_coefficient_come_back(recipe, changes, tmp_path):
