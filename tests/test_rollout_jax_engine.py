@@ -224,7 +224,7 @@ def test_eight_devices_give_the_tokens_of_one_and_compile_each_program_once(engi
     assert many._cache.k.addressable_shards[0].data.shape == (3, 2, 1, 32, 8)
     assert many._cache.k.sharding == layout
     assert many._cache.v.sharding == layout
-    programs = (many._prefill, many._admit, many._dispatch)
+    programs = (many.programs.prefill, many.programs.admit, many.programs.dispatch)
     assert [program._cache_size() for program in programs] == [1, 1, 1]
     many.close()
     assert many.version == -1
