@@ -13,7 +13,7 @@ from jaxrl_llm.learner.trainable import param_shardings
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.decoder import Model
 from jaxrl_llm.policy import Source, decoder, inference_shardings
-from jaxrl_llm.sharding.mesh import make_mesh, regroup
+from jaxrl_llm.sharding.mesh import make_mesh, mesh_sizes, regroup
 from jaxrl_llm.sharding.rules import INFERENCE, AnyMesh, Layout
 from jaxrl_llm.types import UserError
 
@@ -41,15 +41,15 @@ def check_rows(c: Config, mesh: AnyMesh) -> None:
             )
 
 
-def inference_axes(c: Config) -> dict[str, int]:
-    """Sizes of the mesh of an engine with devices of its own: config.rollout.tensor devices hold the weights together,
-    and there are as many such replicas as there is room for."""
-    return {"data": -1, "tensor": c.rollout.tensor or max(c.mesh.tensor, 1)}
+def inference_axes(c: Config, learner_devices: int) -> dict[str, int]:
+    """Sizes of the engine's mesh: config.rollout.tensor devices (0: as many as the learner's tensor axis) hold the
+    weights together, and there are as many such replicas as there is room for."""
+    return {"data": -1, "tensor": c.rollout.tensor or mesh_sizes(c.mesh.to_dict(), learner_devices)["tensor"]}
 
 
 def inference_mesh(c: Config, training: Mesh) -> Mesh:
     """The engine's mesh, over the learner's devices."""
-    return regroup(training, c.rollout.tensor or training.shape["tensor"])
+    return regroup(training, inference_axes(c, training.size)["tensor"])
 
 
 def inference_model(c: Config, source: Source, mesh: AnyMesh) -> Model:

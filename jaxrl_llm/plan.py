@@ -10,7 +10,7 @@ USAGE = """usage: python -m jaxrl_llm.plan --config NAME --topology NAME [--roll
                                 [--config.KEY=VALUE ...] [--json] [--debug]
 
   --config NAME            a recipe, as in training; the model's weights and the data need not be there
-  --topology NAME          devices of the run: v5e:4x4, v5p:4x4x8, v5e:4x4*2 (two slices), gpu:8xH100, cpu:8
+  --topology NAME          devices of the run: v5e:4x4, v5p:4x4x8, gpu:8xH100, cpu:8
   --rollout_topology NAME  devices of the engine's own; without it, it shares the learner's
   --config.KEY=VALUE       changes one key
   --json                   prints one JSON object

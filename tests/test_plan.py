@@ -124,6 +124,20 @@ def test_a_large_model_on_gpus_is_estimated_and_the_sizes_are_those_of_its_layou
     assert found["step"]["seconds"] > 0
 
 
+def test_an_engine_without_a_tensor_axis_of_its_own_has_the_learner_s(capsys):
+    sizes = ["--config.mesh.fsdp=2", "--config.mesh.tensor=-1", "--config.rollout.tensor=0"]
+    _, found = planned(capsys, "--config", "plan_qwen2_5_7b", "--topology", "gpu:8xH100", *sizes)
+    generation = found["places"]["learner and engine"]["phases"]["generation"]["bytes"]
+    assert generation["rollout weights"] == pytest.approx(2 * PARAMETERS["qwen2.5-7b"] / 4, rel=1e-2)
+
+
+def test_full_rematerialisation_multiplies_the_layers_once_more_and_not_attention(capsys):
+    argv = ["--config", "plan_qwen2_5_7b", "--topology", "gpu:8xH100", "--config.model.remat"]
+    config = huggingface.decoder_config(preset("qwen2.5-7b"))
+    full, none = (planned(capsys, *argv, remat)[1]["programs"]["update"]["flops"] for remat in ("full", "none"))
+    assert full - none == pytest.approx(2 * 512 * 2048 / 8 * shapes.layer_weights(config))
+
+
 def test_what_does_not_fit_says_which_keys_to_change(capsys):
     argv = ["--config", "plan_llama3_1_70b", "--topology", "gpu:8xA100", "--config.learner.micro_batch_rows=8"]
     code, found = planned(capsys, *argv, "--config.rollout.dtype=float32")
@@ -159,7 +173,8 @@ def test_a_small_model_is_compiled_for_devices_that_are_here(capsys):
     [
         ("v5e", r"'' is not the shape of a slice; expected TPU:SHAPE such as v5e:4x4"),
         ("v5e:4y4", r"'4y4' is not the shape of a slice"),
-        ("v5w:4x4", r"there is no TPU 'v5w'.*TPUs: v4, v5e, v5p, v6e"),
+        ("v5e:4x4*2", r"'4x4\*2' is not the shape of a slice"),
+        ("v5w:4x4", r"there is no TPU 'v5w'.*TPUs: v5e, v5p, v6e"),
         ("gpu:8xH10", r"'8xH10' is not a number of known GPUs \(did you mean 'H100'\?\)"),
         ("gpu:H100", r"is not a number of known GPUs"),
         ("gpu:0xH100", r"is not a number of known GPUs"),

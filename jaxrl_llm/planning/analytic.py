@@ -19,9 +19,6 @@ from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.planning import shapes
 from jaxrl_llm.planning.shapes import Workload
 
-# Fully rematerialised, the backward pass runs every layer forward again; that of "dots" only what is cheap.
-_PASSES = {"none": (1, 0.0), "dots": (1, 0.0), "full": (2, 1.0)}
-
 
 class Parts(NamedTuple):
     """Into how many parts the training mesh cuts things."""
@@ -48,21 +45,21 @@ class Estimate(NamedTuple):
 def update(c: DecoderConfig, w: Workload, parts: Parts, *, width: int, remat: str, chunk: int) -> Estimate:
     """One mini-batch. `width`: bytes of an activation. `chunk`: tokens of each row whose logits exist together."""
     tokens = _tokens(w, parts)
-    passes, again = _PASSES[remat]
-    kept = {"full": c.embed, "dots": c.embed + _products(c, parts), "none": 2 * (c.embed + _products(c, parts))}[remat]
+    products, attended = _products(c, parts), c.num_heads * c.head_dim / parts.tensor
+    kept = c.embed + {"full": attended, "dots": attended + products, "none": c.embed + 2 * products}[remat]
     copies = 2 if w.micro_batches > 1 else 1
     gradients = 4 * shapes.parameters(c) / parts.weights * copies
     layer = 3 * _layer_bytes(c, parts, width) + 2 * tokens * _working(c, parts) * width
     logits = 3 * 4 * chunk * _rows(w, parts) * parts.fsdp * c.padded_vocab / (parts.fsdp * parts.context * parts.tensor)
     extra = gradients + c.num_layers * tokens * kept * width + max(layer, logits)
-    forward = shapes.matrix_flops(c, w.tokens // w.mini_batches, head=False)
-    forward += shapes.attention_flops(c, w.sequences // w.mini_batches, w.length)
+    again = remat == "full"  # the backward pass runs the layers' matrix products once more; the head's always
+    matrices = shapes.matrix_flops(c, w.tokens // w.mini_batches, head=False)
+    attention = shapes.attention_flops(c, w.sequences // w.mini_batches, w.length)
     head = 2.0 * (w.tokens // w.mini_batches) * c.padded_vocab * c.embed
-    devices = parts.data * parts.weights
-    flops = ((3 + again) * forward + 4 * head) / devices
+    flops = ((3 + again) * matrices + 3 * attention + 4 * head) / (parts.data * parts.weights)
     micro = w.micro_batches
-    sent = _traffic(c, parts, tokens, width, passes=passes + 1)
-    scattered = 4.0 * shapes.parameters(c) / parts.tensor if parts.fsdp * parts.context > 1 else 0.0
+    sent = _traffic(c, parts, tokens, width, passes=2 + again)
+    scattered = float(width) * shapes.parameters(c) / parts.tensor if parts.fsdp * parts.context > 1 else 0.0
     reduced = 4.0 * shapes.parameters(c) / parts.weights if parts.data > 1 else 0.0
     kinds = {kind: micro * size for kind, size in sent.items()} | {"reduce-scatter": micro * scattered}
     kinds["all-reduce"] = kinds.get("all-reduce", 0.0) + micro * reduced
@@ -125,7 +122,7 @@ def _working(c: DecoderConfig, parts: Parts) -> float:
 
 def _layer_bytes(c: DecoderConfig, parts: Parts, width: int) -> float:
     """A layer's weights, gathered."""
-    return width * (shapes.parameters(c) - 2 * c.vocab_size * c.embed) / c.num_layers / parts.tensor
+    return width * shapes.layer_weights(c) / c.num_layers / parts.tensor
 
 
 def _traffic(c: DecoderConfig, parts: Parts, tokens: float, width: int, *, passes: int) -> dict[str, float]:

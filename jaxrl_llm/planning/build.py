@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jaxrl_llm import placement
 from jaxrl_llm.config import Config
 from jaxrl_llm.planning import compiled, estimated, shapes
 from jaxrl_llm.planning.chips import Topology
@@ -22,7 +23,8 @@ def make(c: Config, source: Source, learner_on: Topology, engine_on: Topology | 
     places = [Place("learner", learner_on, learner.held, learner.phases)]
     if c.task == "rl":
         on = engine_on or learner_on
-        engine = (compiled if on.compiled else estimated).engine(c, source, on, w, say)
+        axes = placement.inference_axes(c, learner_on.count)
+        engine = (compiled if on.compiled else estimated).engine(c, source, on, axes, w, say)
         sync = _sync(c, source, learner_on, on, learner, engine, say)
         programs |= {"weight sync": sync, **engine.programs}
         places = _apart(learner, engine, sync, learner_on, on) if engine_on else [_together(learner, engine, sync, on)]

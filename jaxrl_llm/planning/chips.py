@@ -1,7 +1,7 @@
 """Accelerators, and how many of them: the peak rates that a plan assumes, and where these figures come from.
 
-TPUs: the system architecture pages of Cloud TPU's documentation (v4, v5e, v5p, v6e; links are one way, half of the
-bidirectional figure there) and, for `hbm`, what the TPU compiler says that a program may use. GPUs: NVIDIA's data
+TPUs: the system architecture pages of Cloud TPU's documentation (links are one way, half of the bidirectional figure
+there) and, for `hbm`, the limit that the TPU compiler names when it refuses a program. GPUs: NVIDIA's data
 sheets (dense bfloat16, SXM; NVLink one way; 400 Gbit/s of network a GPU, as in DGX H100); of their memory,
 _GPU_RESERVE is left to CUDA, cuDNN and NCCL.
 """
@@ -31,17 +31,16 @@ class Chip(NamedTuple):
     hbm: float  # bytes that programs may use
     hbm_rate: float  # bytes a second
     link_rate: float  # bytes a second to the others of its slice or node, one way
-    network_rate: float  # bytes a second to other slices or nodes, one way
-    node: int = 0  # GPUs of a node; 0: slices may have any size
+    network_rate: float = math.nan  # bytes a second to other nodes, one way
+    node: int = 0  # GPUs of a node; 0: there are none
 
 
 TPUS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, 30.75 * GIB, 1228e9, 300e9, 6.25e9),
-        Chip("v5e", 197e12, 15.75 * GIB, 819e9, 200e9, 3.1e9),
-        Chip("v5p", 459e12, 95.74 * GIB, 2765e9, 600e9, 6.25e9),
-        Chip("v6e", 918e12, 31.25 * GIB, 1640e9, 400e9, 12.5e9),
+        Chip("v5e", 197e12, 15.75 * GIB, 819e9, 200e9),
+        Chip("v5p", 459e12, 95.74 * GIB, 2765e9, 600e9),
+        Chip("v6e", 918e12, 31.25 * GIB, 1640e9, 400e9),
     )
 }
 GPUS = {
@@ -54,7 +53,7 @@ GPUS = {
     )
 }
 # Host devices stand for accelerators without known rates: programs are compiled, times and verdicts mean nothing.
-_HOST = Chip("cpu", math.nan, math.inf, math.nan, math.nan, math.nan)
+_HOST = Chip("cpu", math.nan, math.inf, math.nan, math.nan)
 
 
 class Topology(NamedTuple):
@@ -72,7 +71,7 @@ class Topology(NamedTuple):
 
 
 def topology(name: str) -> Topology:
-    """Of "v5e:4x4" (a TPU slice), "v5e:4x4*2" (slices), "gpu:8xH100", or "cpu:8" (host devices). Raises UserError."""
+    """Of "v5e:4x4" (a TPU slice), "gpu:8xH100", or "cpu:8" (host devices). Raises UserError."""
     kind, _, shape = name.partition(":")
     if kind == "gpu":
         return _gpus(name, shape)
@@ -80,16 +79,14 @@ def topology(name: str) -> Topology:
         return _host_devices(name, shape)
     if kind not in TPUS:
         raise UserError(f"--topology {name!r}: there is no TPU {kind!r}{nearest(kind, TPUS)}; {_EXPECTED}")
-    found = re.fullmatch(r"(\d+(?:x\d+){1,2})(?:\*(\d+))?", shape)
-    if found is None:
+    if not re.fullmatch(r"\d+(x\d+){1,2}", shape):
         raise UserError(f"--topology {name!r}: {shape!r} is not the shape of a slice; {_EXPECTED}")
-    slices = int(found.group(2) or 1)
-    devices = _tpu_devices(name, f"{kind}:{found.group(1)}", slices)
+    devices = _tpu_devices(name)
     return Topology(name, TPUS[kind], len(devices), devices)
 
 
 _EXPECTED = (
-    f"expected TPU:SHAPE such as v5e:4x4 or v5p:4x4x8 (TPUs: {', '.join(TPUS)}), several slices as v5e:4x4*2, "
+    f"expected TPU:SHAPE such as v5e:4x4 or v5p:4x4x8 (TPUs: {', '.join(TPUS)}), "
     f"gpu:NxNAME such as gpu:8xH100 (GPUs: {', '.join(GPUS)}), or cpu:N"
 )
 
@@ -115,13 +112,12 @@ def _host_devices(name: str, shape: str) -> Topology:
     return Topology(name, _HOST, int(shape), devices[: int(shape)])
 
 
-def _tpu_devices(name: str, slice_: str, slices: int) -> Sequence[Any]:
+def _tpu_devices(name: str) -> Sequence[Any]:
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU here to ask
-    options = {"num_slices": slices} if slices > 1 else {}
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=slice_, **options).devices
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except Exception as error:  # whatever a missing or older libtpu raises
         text = str(error)
         if "libtpu" in text or "not installed" in text:

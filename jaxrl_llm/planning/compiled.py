@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm import assemble, placement
@@ -86,10 +87,10 @@ def learner(c: Config, source: Source, on: Topology, w: Workload, say: Say) -> S
     return Side(held, phases, out, made.actor.model.attention)
 
 
-def engine(c: Config, source: Source, on: Topology, w: Workload, say: Say) -> Side:
-    """The engine's side: reading prompts and decoding."""
+def engine(c: Config, source: Source, on: Topology, axes: Mapping[str, int], w: Workload, say: Say) -> Side:
+    """The engine's side: reading prompts and decoding. `axes`: of its mesh."""
     assert on.devices is not None
-    mesh = make_mesh(placement.inference_axes(c), on.devices)
+    mesh = make_mesh(axes, on.devices)
     model = placement.inference_model(c, source, mesh)
     made = assemble.engine(c, source, model, mesh).programs
     params = placement.abstract_weights(model, mesh)

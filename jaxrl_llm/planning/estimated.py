@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jaxrl_llm import assemble, placement
 from jaxrl_llm.assemble_learner import objective, programs
 from jaxrl_llm.config import Config
@@ -50,9 +52,9 @@ def learner(c: Config, source: Source, on: Topology, w: Workload, say: Say) -> S
     return Side(held_by_learner(made), phases, out, made.actor.model.attention)
 
 
-def engine(c: Config, source: Source, on: Topology, w: Workload, say: Say) -> Side:
-    """The engine's side: reading prompts and decoding."""
-    mesh = abstract_mesh(placement.inference_axes(c), on.count, on.chip.name)
+def engine(c: Config, source: Source, on: Topology, axes: Mapping[str, int], w: Workload, say: Say) -> Side:
+    """The engine's side: reading prompts and decoding. `axes`: of its mesh."""
+    mesh = abstract_mesh(axes, on.count, on.chip.name)
     model = placement.inference_model(c, source, mesh)
     made = assemble.engine(c, source, model, mesh).programs
     weights = float(bytes_a_device(placement.abstract_weights(model, mesh)))

@@ -47,7 +47,7 @@ def compile_program(lowered: Any, *, unknown_trips: int = 1) -> Compiled | DoesN
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
-        if "RESOURCE_EXHAUSTED" not in message and "exceed" not in message.lower():
+        if "RESOURCE_EXHAUSTED" not in message or "hbm" not in message.lower():
             raise
         return DoesNotFit(*_refusal(message))
     seconds = time.perf_counter() - start
@@ -66,7 +66,7 @@ def compile_program(lowered: Any, *, unknown_trips: int = 1) -> Compiled | DoesN
 
 
 def _refusal(message: str) -> tuple[str, tuple[str, ...]]:
-    found = re.search(r"Used [\d.]+[KMGT] of [\d.]+[KMGT] hbm|[^.]*exceeds? available HBM[^.]*\S*", message)
+    found = re.search(r"Used [\d.]+[KMGT] of [\d.]+[KMGT] hbm|[^\n]*exceeds available HBM[^\n]*", message)
     shapes = re.findall(r"Size: (\S+)\n(?:.*\n){0,3}?\s*Shape: (\S+)", message)
     return found.group(0).strip() if found else message.splitlines()[0], tuple(f"{s} {size}" for size, s in shapes[:4])
 

@@ -61,17 +61,17 @@ def parameters(config: DecoderConfig) -> int:
         + L * c.embed * c.output_bias
         + L * (2 * c.mlp + c.embed) * c.mlp_bias
     )
-    return _kernels(c) + tables + norms + biases
+    return layer_weights(c) + tables + norms + biases
 
 
-def _kernels(c: DecoderConfig) -> int:
-    """Weights of all layers that are multiplied with every token."""
+def layer_weights(c: DecoderConfig) -> int:
+    """Of all layers: the weights that are multiplied with every token."""
     return c.num_layers * c.embed * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.mlp)
 
 
 def matrix_flops(c: DecoderConfig, tokens: int, *, head: bool = True) -> float:
     """Of one forward pass over so many tokens, attention apart."""
-    return 2.0 * tokens * (_kernels(c) + head * c.vocab_size * c.embed)
+    return 2.0 * tokens * (layer_weights(c) + head * c.vocab_size * c.embed)
 
 
 def attention_flops(c: DecoderConfig, sequences: int, length: int) -> float:

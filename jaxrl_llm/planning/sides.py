@@ -14,7 +14,6 @@ from jaxrl_llm.planning.shapes import Workload, bytes_a_device
 
 WORKING = "activations and temporaries"
 
-
 Say = Callable[[str], None]  # is told what takes long
 
 
